@@ -6,8 +6,8 @@
 #   make native   builds the C++ code for other x86-64 machines too, as the Dockerfile does
 #   make chaos    faults made on purpose, three to four hours: the reliability table
 #   make browser  tests of the live page in a real Chromium, which must be installed
-#   make mutants  faults made on purpose in FILES=..., or in the core: do the tests notice? docs/results/security.md
-#   make clients  other people's clients against the live service: docs/results/clients.md; CLIENTS="openai lm-eval" for some
+#   make mutants  faults made on purpose in FILES=..., or in the core: do the tests notice? docs/results/faults.md
+#   make clients  other people's clients against the live service: docs/results/features.md; CLIENTS="openai lm-eval" for some
 
 PYTHON ?= python3
 DEFAULT := deployments/serve.yaml

@@ -1,6 +1,6 @@
 """The interface between the API's routes and the process that stores files, batches and responses.
 
-The package of the routes and the package of that process import this module and not each other.
+Both packages import this module instead of each other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from app.json_pieces import Json
 from app.usage import Owner
 from app.webhooks.receiver import WebhookReceiver
 
-# The service tier of every batch item. In OpenAI's API, "flex" is the tier of requests that can wait. In Carousel, such
-# a request uses idle slots only, is never queued, and is preempted first.
+# The service tier of every batch item. In OpenAI's API, requests of the tier "flex" can wait. In Carousel, they use
+# only idle slots, are never queued, and are preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
 RESPONSES_PATH = "/v1/responses"
 CHATS_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 PIECE_BYTES = 1024 * 1024  # size of the pieces in which a file is read, sent and received
 RESPONSE_RUNS = ("queued", "in_progress")  # statuses of a response that has not ended
-# Limit of one request, which is an HTTP body or a line of a file. This is about a million tokens of text.
+# Limits one request, which is an HTTP body or a line of a file, to about a million tokens of text.
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 
 
@@ -35,31 +35,32 @@ class ItemResponse:
 
     status_code: int
     body: Mapping[str, Any]  # long lists in the body may be `Rows`
-    is_large: bool = False  # a large body is written in a thread
+    is_large: bool = False  # whether the body is written in a thread, because it is large
     latency_s: float | None = None  # None if the latency was not measured
 
 
 @dataclass(frozen=True, slots=True)
 class ItemOrigin:
-    """The job and the item number of a request."""
+    """Identifies the item of a job that a request serves."""
 
     job_id: str
     number: int
 
     @property
     def request_id(self) -> str:
-        """The id in the output line, the logs, the step log and traces. Every attempt has the same id."""
+        """The id in the output line, the logs, the step log and traces. All attempts share this id."""
         return f"{self.job_id}-{self.number}"
 
 
 # Answers one body (endpoint, owner, body, origin). Raises Overloaded, Unavailable or EngineStopped if no replica can
-# serve the body now; the caller then tries the item again later. Cancelling the call aborts the request.
+# serve the body now, after which the caller tries the item again later. Cancelling the call aborts the request.
 Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[ItemResponse]]
 
 
 class JobState(StrEnum):
-    """`validating` → `failed` | `in_progress` → `finalizing` → `completed`. A client's cancellation leads to
-    `cancelling` → `cancelled`. The end of the batch's window leads to `expired`.
+    """`validating` → `failed` | `in_progress` → `finalizing` → `completed`.
+
+    A client's cancellation leads to `cancelling` → `cancelled`, and the end of the batch's window to `expired`.
     """
 
     VALIDATING = "validating"
@@ -78,13 +79,13 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Limits of a batch service. No operator needs other values, so there are no settings; tests use smaller values."""
+    """Limits of a batch service. They are not settings, because no operator needs other values; tests do."""
 
-    max_file_bytes: int = 200 * 1024 * 1024  # the limit of OpenAI's batches
-    max_lines: int = 50_000  # the limit of OpenAI's batches
+    max_file_bytes: int = 200 * 1024 * 1024  # as in OpenAI's batches
+    max_lines: int = 50_000  # as in OpenAI's batches
     max_line_bytes: int = MAX_REQUEST_BYTES
-    max_responses: int = 1024  # responses that have not ended; each response has a task and an open file
-    max_batches: int = 64  # batches that have not ended; each batch has a task, a journal and some items in memory
+    max_responses: int = 1024  # responses that have not ended; each needs a task and an open file
+    max_batches: int = 64  # batches that have not ended; each needs a task, a journal and some items in memory
     window_s: int = 86_400  # time until a batch expires: the `24h` of OpenAI's API
 
 
@@ -110,23 +111,23 @@ class NewBatch:
 
 
 class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a stored answer. The request is the first record of the answer's file."""
+    """A request for a stored answer. It is also the first record in the answer's file."""
 
     owner: str
-    path: str = RESPONSES_PATH  # the path of the endpoint
+    path: str = RESPONSES_PATH  # path of the endpoint
     body: bytes  # JSON
-    headers: dict[str, str] = {}  # the headers that decide where and when the request runs
+    headers: dict[str, str] = {}  # headers that decide where and when the request runs
     request_id: str
     is_strict: bool = False
     response_id: str  # the id under which the answer is stored
-    previous: str | None = None  # the id of the response that this request continues
+    previous: str | None = None  # id of the response that this request continues
     is_streamed: bool = False
-    may_wait: bool = False  # may wait until a replica has room, because the client does not wait for the answer
+    may_wait: bool = False  # whether it may wait for room on a replica, because the client does not wait for the answer
     created_at: int = 0  # seconds since 1970; 0 means now
 
 
 class AnswerEnd(msgspec.Struct, frozen=True):
-    """The end of a stored answer."""
+    """How a stored answer ended."""
 
     status: str  # "completed", "incomplete", "failed", "cancelled", or "refused"
     error: tuple[str, str, dict[str, Any]] | None = None  # `CarouselError.to_plain` if failed or refused
@@ -134,37 +135,37 @@ class AnswerEnd(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(NamedTuple):
-    """The next bytes of the records of a stored answer. A part may cut a record anywhere. The last part has the end."""
+    """The next bytes of a stored answer's records, cut anywhere. Only the last part sets `end`."""
 
     data: bytes
     end: AnswerEnd | None = None
 
 
 class AnswerRecorder(Protocol):
-    """An answer that is stored while it is generated."""
+    """Generates an answer that is stored in the meantime."""
 
     @property
     def info(self) -> bytes:
-        """The second record of the answer's file: everything that is needed to read the records after it."""
+        """The second record in the answer's file, which readers need to interpret the records after it."""
 
     def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Generate the answer; yields the contents of its records after the `known` records of an earlier attempt."""
+        """Generate the answer. Yields the contents of the records after the `known` records of an earlier attempt."""
 
     def end(self) -> AnswerEnd:
         """Return how the answer ended. Call this method after the last record."""
 
 
-# Reads an answer of one owner by its id, from the first byte to the end. The second argument is True if another answer
-# continues this answer; then a deleted or expired answer can still be read.
+# Reads an owner's answer by its id, from the first byte to the end. The second argument is True if another answer
+# continues it. In this case, even a deleted or expired answer can be read.
 ReadAnswer = Callable[[str, bool], AsyncGenerator[AnswerPart, None]]
-# Prepares an answer; the reader reads the responses that the answer continues. Raises the same errors with which the
-# request would be refused if its answer were not stored.
+# Prepares an answer, and uses the reader for the responses that it continues. Raises the errors with which the request
+# would be refused if its answer were not stored.
 PrepareStoredAnswer = Callable[[NewResponse, ReadAnswer], AbstractAsyncContextManager[AnswerRecorder]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageOf:
-    """The requested part of a list: `limit` entries that follow the entry with the id `after`."""
+    """The requested part of a list: up to `limit` entries that follow the entry with the id `after`."""
 
     owner: str
     limit: int
@@ -174,7 +175,7 @@ class PageOf:
 
 
 def previous_not_found(response_id: str) -> InvalidRequest:
-    """Return the error for a `previous_response_id` that this key does not have, with OpenAI's error code."""
+    """Return the error for a `previous_response_id` that this key cannot use, with OpenAI's error code."""
     return InvalidRequest(
         f"there is no response {response_id[:100]!r} to continue; it may have been deleted, or not been stored",
         param="previous_response_id",
@@ -183,7 +184,7 @@ def previous_not_found(response_id: str) -> InvalidRequest:
 
 
 def list_object(objects: Sequence[Json], page: PageOf) -> Json:
-    """Return a page in the form of OpenAI's lists. `objects` has `limit + 1` entries if more pages follow."""
+    """Return a page in the form of OpenAI's lists. `objects` holds `limit + 1` entries if more pages follow."""
     shown = list(objects[: page.limit])
     return {
         "object": "list",
@@ -195,20 +196,20 @@ def list_object(objects: Sequence[Json], page: PageOf) -> Json:
 
 
 class BatchService(Owner, Protocol):
-    """Files, batches and responses, by their ids, and the ledger of usage. All objects are those of OpenAI's API.
+    """Stores files, batches and responses, which it returns as objects of OpenAI's API, and the ledger of usage.
 
-    Only the owner of an object can see the object. The owner is "" if the service does not tell owners apart. Every
-    method raises NotFound for an id that the owner does not have, and Unavailable if nothing can be stored now.
+    Only its owner can see an object. The owner is "" if the service does not distinguish owners. Every method raises
+    NotFound for an id that its owner does not have, and Unavailable if nothing can be stored now.
     """
 
     async def begin_upload(self, owner: str) -> str:
-        """Return an id for the pieces of a new file. Raises Overloaded if too many uploads are unfinished."""
+        """Return an upload id for a new file. Raises Overloaded if too many uploads are unfinished."""
 
     async def append(self, upload_id: str, data: bytes) -> None:
         """Add a piece. Raises BodyTooLarge if the file is too large, InvalidRequest if the owner's share is used up."""
 
     async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
-        """Store the uploaded pieces as a file. After the return, the file survives any crash."""
+        """Store the uploaded pieces as a file, and return its object. The file then survives any crash."""
 
     async def abandon_upload(self, upload_id: str) -> None:
         """Discard the uploaded pieces. Does nothing if the upload has ended."""
@@ -226,7 +227,7 @@ class BatchService(Owner, Protocol):
         """Delete a file. Raises InvalidRequest while a batch reads it."""
 
     async def create_batch(self, new: NewBatch) -> Json:
-        """Begin a batch. Raises Overloaded if too many batches have not ended, InvalidRequest for a bad webhook."""
+        """Start a batch. Raises Overloaded if too many batches have not ended, InvalidRequest for a bad webhook."""
 
     async def batch(self, owner: str, batch_id: str) -> Json:
         """Return the object of one batch."""
@@ -238,7 +239,7 @@ class BatchService(Owner, Protocol):
         """Stop a batch. Raises InvalidRequest if all of its lines have ended."""
 
     async def create_response(self, new: NewResponse) -> None:
-        """Begin a response. Raises Overloaded, and the error with which the endpoint refuses a bad body."""
+        """Start a response. Raises Overloaded, or the error with which the endpoint refuses a bad body."""
 
     def follow_response(
         self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
@@ -246,17 +247,17 @@ class BatchService(Owner, Protocol):
         """Yield the records of one response from the byte `offset` on, and the end of the response.
 
         `waits`: wait for parts that are not written yet. Otherwise the generator stops after the stored parts, without
-        an end if the response still runs. `is_continued`: another response continues this response, so this response
-        may be deleted or expired.
+        an end if the response still runs. `is_continued`: another response continues this one, so that it can be read
+        even if it is deleted or expired.
 
-        If a response is refused before its first token, its end has the status "refused" and the response is forgotten.
+        If a response is refused before its first token, it ends with the status "refused" and is forgotten.
         """
 
     async def cancel_response(self, owner: str, response_id: str) -> None:
-        """Cancel a response. Raises InvalidRequest if the response has ended for another reason."""
+        """Cancel a response. Raises InvalidRequest if it has already ended for another reason."""
 
     async def delete_response(self, owner: str, response_id: str) -> None:
-        """Delete a response. A response that still runs is aborted."""
+        """Delete a response, which is aborted if it still runs."""
 
     async def stats(self, owner: str) -> Json:
-        """Return the number of batches and requests in each state, and the rate of generated tokens."""
+        """Return how many batches and requests are in each state, and the rate of generated tokens."""

@@ -1,4 +1,4 @@
-"""Commands, environment and priorities for child processes that run one of Carousel's modules."""
+"""Commands, environment and priorities for child processes that run a module of Carousel."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """Return a command that runs one of Carousel's modules in another process."""
+    """Return a command that runs a module of Carousel in another process. Needs `child_environment`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which a child process finds Carousel's code from every working directory."""
+    """Return an environment in which a child process can import Carousel from any working directory."""
     paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
@@ -25,8 +25,8 @@ def child_environment() -> dict[str, str]:
 def lower_priority() -> None:
     """Lower the CPU priority of the calling thread, or of the process on systems where all threads share a priority.
 
-    Threads that serve requests then get the cores first. The niceness becomes 10, or rises by 4 if it is above 10, as
-    in Ray's workers: only root may lower a niceness. Child processes inherit the niceness.
+    The system then prefers threads that serve requests. The niceness becomes 10, or rises by 4 if it is above 10, as in
+    Ray's workers, because only root may lower a niceness. Child processes inherit the niceness.
     """
     niceness, least_steps = 10, 4
     steps = niceness - os.nice(0)
@@ -35,10 +35,10 @@ def lower_priority() -> None:
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process the signal `by` when the thread that started this process ends. Linux only.
+    """Have the kernel send this process the signal `by` when the thread that started it ends. Linux only.
 
-    The signal also arrives while this process is stopped. `parent` is the id of the process that started this one.
-    Raises SystemExit if the parent has ended already.
+    The signal arrives even while this process is stopped. `parent` is the id of the process that started this one.
+    Raises SystemExit if that process has already ended.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

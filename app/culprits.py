@@ -1,7 +1,7 @@
-"""Find the item that kills the process that computes it: count the evidence, and try one suspect at a time.
+"""Finds the item that kills the process that computes it, by counting evidence and trying one suspect at a time.
 
 A dead process cannot report which of its items killed it. The suspects are the items that had made no progress. The
-cause is the suspect that also kills the next process when it runs alone.
+culprit is the suspect that also kills the next process when it runs alone.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 @dataclass(slots=True)
 class _Losses:
-    """The losses of one item, each as the place where the item ran; None if the place is not known."""
+    """The losses of one item. Each is stored as the place where the item ran, such as a replica; None if unknown."""
 
     places: list[Hashable] = field(default_factory=list)
     without_progress: list[Hashable] = field(default_factory=list)  # losses since the item last made progress
-    are_its_doing: bool = False  # the item is a culprit, so it caused these losses
+    are_its_doing: bool = False  # whether the item is a culprit, and therefore caused these losses
 
 
 class Culprits(Generic[KeyT]):
     """Counts the losses of each item. A loss is evidence against an item that had made no progress at that place.
 
-    An item with `alone_after` such losses in a row is a suspect and should be tried alone. An item with `max_losses` is
-    a culprit and is given up. The losses of a known culprit no longer count against other items at the same places.
+    An item with `alone_after` such losses in a row is a suspect and should be tried alone. After `max_losses`, it is a
+    culprit and should be given up. Losses that a known culprit caused no longer count against other items.
     """
 
     def __init__(self, *, max_losses: int, alone_after: int | None = None, max_remembered: int | None = None) -> None:
-        """`alone_after` is `max_losses` by default. `max_remembered` limits the remembered items; None: no limit."""
+        """`alone_after` defaults to `max_losses`. `max_remembered` limits the remembered items (None for no limit)."""
         self._max_losses = max_losses
         self._alone_after = max_losses if alone_after is None else alone_after
         self._max_remembered = max_remembered
         self._losses: OrderedDict[KeyT, _Losses] = OrderedDict()  # sorted by the last loss, the oldest first
-        self._known_culprits: deque[Hashable] = deque(maxlen=100)  # the last places that culprits have killed
+        self._known_culprits: deque[Hashable] = deque(maxlen=100)  # the last places that culprits killed
 
     def __len__(self) -> int:
-        """Return the number of items with losses."""
+        """Return the number of remembered items."""
         return len(self._losses)
 
     def note_loss(
-        self, key: KeyT, place: Hashable = None, *, has_progressed: bool = False, was_sound: bool = True
+        self, key: KeyT, place: Hashable = None, *, has_progressed: bool = False, was_trusted: bool = True
     ) -> None:
-        """Note that `place`, where this item ran, is lost; `was_sound`: no fault of the place was known before."""
+        """Record that `place`, where this item ran, is lost. `was_trusted`: the place was not under suspicion."""
         losses = self._losses.setdefault(key, _Losses())
         self._losses.move_to_end(key)
         losses.places.append(place)
         if has_progressed:
             losses.without_progress.clear()
-        elif was_sound:
+        elif was_trusted:
             losses.without_progress.append(place)
         if self.is_culprit(key):
             losses.are_its_doing = True
@@ -61,12 +61,12 @@ class Culprits(Generic[KeyT]):
             self._losses.popitem(last=False)
 
     def num_losses(self, key: KeyT) -> int:
-        """Return the number of losses of the item, without the losses that a known culprit caused."""
+        """Return the number of the item's losses, without those that another item is known to have caused."""
         losses = self._discounted(key)
         return len(losses.places) if losses else 0
 
     def losses_without_progress(self, key: KeyT) -> int:
-        """Return the number of losses at sound places since the item last made progress."""
+        """Return the number of losses since the item last made progress, except at places known as faulty."""
         losses = self._discounted(key)
         return len(losses.without_progress) if losses else 0
 
@@ -75,7 +75,7 @@ class Culprits(Generic[KeyT]):
         return self.losses_without_progress(key) >= self._alone_after
 
     def is_culprit(self, key: KeyT) -> bool:
-        """Return whether the item should not be tried again."""
+        """Return whether the item should be given up."""
         return self.losses_without_progress(key) >= self._max_losses
 
     def forget(self, key: KeyT) -> None:
@@ -83,7 +83,7 @@ class Culprits(Generic[KeyT]):
         self._losses.pop(key, None)
 
     def is_alive(self, place: Hashable) -> None:
-        """Note that `place` was silent and not dead, so no item killed it."""
+        """Note that `place` was only silent, not dead, so no item killed it."""
         if place in self._known_culprits:
             self._known_culprits.remove(place)
 
@@ -96,23 +96,23 @@ class Culprits(Generic[KeyT]):
 
 
 class SuspectQueue:
-    """Lets one suspect run at a time, from the start of its turn to its first token or its next loss."""
+    """Lets one suspect run at a time, until its first token or its next loss."""
 
     def __init__(self, *, longest_s: float = 2.0) -> None:
-        """A turn ends after `longest_s`, because a request may wait in a queue or have a long prompt to compute."""
+        """A turn ends after `longest_s` at the latest, because a queue or a long prompt may delay the first token."""
         self._longest_s = longest_s
         self._turn = asyncio.Lock()
         self._request_id: str | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self, request_id: str) -> None:
-        """Wait for this request's turn."""
+        """Wait until no other suspect has a turn, and begin this request's turn."""
         await self._turn.acquire()
         self._request_id = request_id
         self._timer = asyncio.get_running_loop().call_later(self._longest_s, self.end, request_id)
 
     def end(self, request_id: str) -> None:
-        """End the turn of this request, which has a token, is lost, or took too long. No effect outside its turn."""
+        """End this request's turn, after a token, a loss, or too long a time. Does nothing outside its turn."""
         if request_id == self._request_id:
             assert self._timer is not None, "a request that has its turn has a limit"
             self._timer.cancel()

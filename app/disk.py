@@ -1,4 +1,4 @@
-"""Writes that survive a crash of the machine, file locks, and one thread for both. The functions here block."""
+"""Writes that survive a crash of the machine, file locks, and a thread that runs both, because they block."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A full disk gets room again, and a network storage comes back; missing permission needs an operator.
+# A full disk may be freed, and network storage may recover. Other errors, such as missing permission, need an operator.
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT))
 _PASSING_SQLITE = frozenset((sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY))
 STORAGE_FAILURES = (OSError, sqlite3.Error)
-STORAGE_PAUSE_S = 5.0  # pause before a storage that failed is tried again
+STORAGE_PAUSE_S = 5.0  # pause before failed storage is tried again
 
 
 def may_pass(error: OSError | sqlite3.Error) -> bool:
-    """Return whether a storage that failed with this error may work again without a change of its settings."""
+    """Return whether storage that failed with this error may recover without an operator."""
     if isinstance(error, OSError):
         return error.errno in _PASSING
     return primary_code(error) in _PASSING_SQLITE
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """Return SQLite's primary error code, without the extended part; 0 if the error is not from SQLite itself."""
+    """Return SQLite's primary error code, without the extended part; 0 for an error of the Python module."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to disk, so that created, renamed and removed files of the folder survive a crash."""
+    """Sync a folder to disk, so that the creation, renaming and removal of its files survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,7 +54,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the content of a file. After any crash, the file has the old content or the new content."""
+    """Replace a file's content. After any crash, the file contains either the old or the new content."""
     with replaced(path) as temporary:
         temporary.write_bytes(content)
 
@@ -63,9 +63,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 def replaced(path: Path, *, survives_machine: bool = True) -> Iterator[Path]:
     """Yield the path of a temporary file to write, which replaces the file at `path` at the end of the block.
 
-    The temporary name is always the same, so that the next write overwrites the remains of a dead process. Therefore
-    only one process at a time may write a file. survives_machine: sync the file to disk. Without this sync, a crash of
-    the machine may leave a torn file.
+    The temporary name is always the same, so that the next write overwrites the remains of a dead process. Only one
+    process at a time may therefore write a file. `survives_machine` syncs the file to disk; otherwise, a crash of the
+    machine may leave a torn file.
     """
     temporary = path.with_name(hidden_name(path.name))
     yield temporary
@@ -78,13 +78,13 @@ def replaced(path: Path, *, survives_machine: bool = True) -> Iterator[Path]:
 
 
 def hidden_name(name: str) -> str:
-    """Return the name that a file has until it is complete."""
+    """Return the name to use for a file until it is complete."""
     return f".{name}.tmp"
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold a lock during the block; blocks until the lock is free. Yields the descriptor of `take_lock`."""
+    """Hold a lock during the `with` block, after waiting until it is free. Yields the descriptor from `take_lock`."""
     descriptor = take_lock(path, waits=True)
     assert descriptor is not None, "it has waited"
     try:
@@ -97,9 +97,9 @@ def locked(path: Path) -> Iterator[int]:
 def locked_if_possible(
     path: Path, *, without: str, waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Iterator[None]:
-    """Hold a lock as `locked` does. If the file system has no locks, the block runs without a lock.
+    """Hold a lock as `locked` does. If the file system does not support locks, the block runs without one.
 
-    without: start of the log line for a missing lock. waiting: a context around the wait for another process.
+    `without` begins the log line about a missing lock. `waiting` is a context around the wait for another process.
     """
     lock = None
     try:
@@ -120,8 +120,8 @@ def locked_if_possible(
 def take_lock(path: Path, *, waits: bool = False) -> int | None:
     """Lock a folder or a file and return the descriptor that holds the lock; None if another process holds the lock.
 
-    A file is created if it does not exist. waits: wait for the other process instead of returning None. The lock ends
-    when the descriptor is closed, so also at any end of the process. NFS can lock files only, not folders.
+    Creates the file if it does not exist. With `waits`, waits for the other process instead of returning None. The lock
+    is released when the descriptor is closed, even if the process dies. NFS can lock files but not folders.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -133,13 +133,13 @@ def take_lock(path: Path, *, waits: bool = False) -> int | None:
 
 
 class OneThread:
-    """Runs functions one after the other, in the order of the calls, so that their shared state needs no lock."""
+    """Runs functions one after another in a thread, in the order of the calls, so that they can share state."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function and return its result. The function runs to its end even if the caller is cancelled."""
+        """Run the function and return its result. The function is completed even if the caller is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
 
     def close(self) -> None:

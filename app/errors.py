@@ -1,13 +1,13 @@
-"""Every error of Carousel, in one tree: the caller's mistake, overload, Carousel's failure, the operator's mistake.
+"""All of Carousel's errors in one tree: callers' mistakes, overload, Carousel's failures, operators' mistakes.
 
     CarouselError
     ├── InvalidRequest           the caller's mistake; nothing was queued
     │   ├── ContextTooLong       prompt + max_tokens exceed the model's context
-    │   ├── NotFound             no such model or route
+    │   ├── NotFound             no such model, route or object
     │   ├── MethodNotAllowed     the route exists, the method does not
     │   ├── BodyTooLarge         the HTTP body exceeds the limit
     │   ├── BodyTooSlow          the HTTP body did not arrive in time
-    │   ├── UnsupportedMediaType the HTTP body has a content type that the route does not take
+    │   ├── UnsupportedMediaType the HTTP body has a content type that the route does not accept
     │   ├── Unauthenticated      the request has no API key, or an unknown one
     │   ├── NotPermitted         the API key does not allow the request
     │   ├── Cancelled            the request was cancelled while it ran
@@ -16,21 +16,21 @@
     │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not try again
     │   ├── LimitReached         the API key has reached a limit for now
     │   │   └── BudgetSpent      the budget of a day or a month is used up; do not try again before `retry_after_s`
-    │   │       └── MoneySpent   the budget is one of money
-    │   └── StorageFull          the disk of files and batches has only its reserve left
+    │   │       └── MoneySpent   the budget limits costs in money
+    │   └── StorageFull          the disk for files and batches has only its reserve left
     ├── Failure                  Carousel's failure
-    │   ├── StepFailed           a model step raised; the requests of the step fail, the engine continues
+    │   ├── StepFailed           a model step raised; its requests fail, the engine continues
     │   │   └── DeviceFault      the step raised for every request alike
     │   ├── EngineStopped        the engine is shutting down or has died
-    │   └── Unavailable          no replica can take the request now
+    │   └── Unavailable          no replica can accept the request now
     │       └── ReplicasLost     several replicas were lost while they served the request, perhaps because of it
-    └── InvalidSetup             the operator's mistake, found at start
+    └── InvalidSetup             the operator's mistake, detected at startup
         ├── TooLittleMemory      a device has too little memory for the model
-        ├── UnsupportedModel     the model cannot be served; the message has the reason
-        └── UnsupportedAdapter   the LoRA adapter cannot be used; the message has the reason
+        ├── UnsupportedModel     the model cannot be served; the message explains why
+        └── UnsupportedAdapter   the LoRA adapter cannot be used; the message explains why
 
 Errors cross process borders, so each error survives pickling with all of its attributes. `app/api/http/errors.py`
-decides the HTTP statuses.
+maps them to HTTP statuses.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def from_plain(kind_name: str, message: str, attributes: dict[str, Any]) -> Caro
 
 
 class InvalidRequest(CarouselError):
-    """The request cannot be served as it stands. `param` names the field at fault, `code` is for programs."""
+    """The request cannot be served as it stands. `param` names the invalid field, and programs can check `code`."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -87,11 +87,11 @@ class ContextTooLong(InvalidRequest):
 
 
 class NotFound(InvalidRequest):
-    """No such model or route."""
+    """The model, route or object does not exist."""
 
 
 class MethodNotAllowed(InvalidRequest):
-    """The route does not take this HTTP method."""
+    """The route does not accept this HTTP method."""
 
 
 class BodyTooLarge(InvalidRequest):
@@ -103,7 +103,7 @@ class BodyTooSlow(InvalidRequest):
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The HTTP body has a content type that the route does not take."""
+    """The HTTP body has a content type that the route does not accept."""
 
 
 class Unauthenticated(InvalidRequest):
@@ -111,15 +111,15 @@ class Unauthenticated(InvalidRequest):
 
 
 class NotPermitted(InvalidRequest):
-    """The caller's key does not allow this."""
+    """The caller's API key does not allow this request."""
 
 
 class Cancelled(InvalidRequest):
-    """The caller, or an admin, has cancelled the request while it ran."""
+    """The caller, or an admin, cancelled the request while it ran."""
 
 
 class Quarantined(InvalidRequest):
-    """A request with the same prompt and sampling parameters has made steps fail, so this request is not tried."""
+    """A request with the same prompt and sampling parameters has failed steps, so this request is not run."""
 
 
 class Overloaded(CarouselError):
@@ -143,15 +143,15 @@ class BudgetSpent(LimitReached):
 
 
 class MoneySpent(BudgetSpent):
-    """The budget is one of money."""
+    """The spent budget limits costs in money, not tokens."""
 
 
 class StorageFull(Overloaded):
-    """The disk of files and batches has no room for anything new."""
+    """The disk for files and batches has no room for new data."""
 
 
 class ExchangeFailed(RuntimeError):
-    """An exchange between the ranks of a model failed, or work that all ranks do failed on another rank."""
+    """An exchange between a model's ranks failed, or another rank failed at work that all ranks share."""
 
 
 class Failure(CarouselError):
@@ -163,19 +163,19 @@ class StepFailed(Failure):
 
 
 class DeviceFault(StepFailed):
-    """The device failed on all requests of a step, and on each request alone, so the request is hardly at fault."""
+    """The device failed on a whole step and on each of its requests alone, so this request is hardly at fault."""
 
 
 class EngineStopped(Failure):
-    """The engine no longer runs."""
+    """The engine is shutting down or has died."""
 
 
 class Unavailable(Failure):
-    """No replica can take the request now."""
+    """No replica can accept the request now."""
 
 
 class ReplicasLost(Unavailable):
-    """The number of replicas that were lost while they served this request has reached its limit."""
+    """Too many replicas were lost while they served this request."""
 
 
 class InvalidSetup(CarouselError):
@@ -195,7 +195,7 @@ class UnsupportedAdapter(InvalidSetup):
 
 
 def may_be_served_later(error: Exception) -> bool:
-    """Return whether the same request may succeed at a later time."""
+    """Return whether the same request may succeed later, without any change to it."""
     return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
 
 
@@ -205,10 +205,9 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Describe an exception in one log line: its class, its place, and its message if that holds no client's text.
+    """Describe an exception in one log line: its class, its place, and its message if that quotes no client's text.
 
-    Many messages show values: a KeyError, a ValueError of `int`, and a UnicodeEncodeError, whose repr holds the whole
-    text.
+    Many messages quote values, for example those of KeyError, of ValueError from `int`, and of UnicodeEncodeError.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
@@ -217,7 +216,7 @@ def described(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the stacks of an exception and of its causes for a log, with only the messages that `described` shows."""
+    """Return the stacks of an exception and its causes for a log, with only those messages that `described` shows."""
     stacks: list[str] = []
     seen: set[int] = set()
     following: list[BaseException | None] = [error]
@@ -233,9 +232,9 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _may_be_shown(error: BaseException) -> bool:
-    """Return whether the message has no client text: Carousel's errors but InvalidRequest, system and SQLite errors.
+    """Return whether the message quotes no client's text, as in all of Carousel's errors except InvalidRequest.
 
-    A RuntimeError usually comes from torch and names sizes and devices.
+    Errors of the system and SQLite quote none either. A RuntimeError usually comes from torch and names sizes.
     """
     if isinstance(error, CarouselError):
         return not isinstance(error, InvalidRequest)

@@ -17,21 +17,21 @@ OwnerT = TypeVar("OwnerT", bound=Hashable)
 
 
 class FairShares:
-    """The service that each tenant has received, in any unit: the virtual token counter of Sheng et al. (2024).
+    """Counts the service that each tenant has received, in any unit: the virtual token counter of Sheng et al. (2024).
 
-    A tenant without waiting items is idle. When the tenant returns, its counter is raised to the smallest counter of
-    the waiting tenants (or to the counter of the tenant served last), so that idling earns no credit. The counters of
-    the last `max_idle` idle tenants are remembered, so that a tenant cannot shed its charges by a short pause.
+    A tenant without waiting items is idle. When it returns, its counter is raised to the smallest counter of the
+    waiting tenants (or to that of the tenant served last), so that idling earns no credit. The counters of the last
+    `max_idle` idle tenants are remembered, so that a tenant cannot shed its charges by a short pause.
     """
 
     def __init__(self, *, max_idle: int = 0) -> None:
         self.max_idle = max_idle
         self._counters: dict[str, float] = {}  # by tenant; the longest idle first
         self._num_waiting: dict[str, int] = {}  # by tenant, without zeros
-        self._turns: dict[str, int] = {}  # by waiting tenant; among equal counters, the lowest turn is first
+        self._turns: dict[str, int] = {}  # by waiting tenant; among equal counters, the lowest turn comes first
         self._next_turn = count()
         self._order = _TenantHeap(self.place)
-        self._last_served = 0.0  # the counter of the tenant that was served last
+        self._last_served = 0.0  # counter of the tenant that was served last
 
     def __len__(self) -> int:
         """Return the number of remembered tenants."""
@@ -47,15 +47,15 @@ class FairShares:
         return self._num_waiting.keys()
 
     def num_waiting(self, tenant: str) -> int:
-        """Return the number of the tenant's waiting items in all queues."""
+        """Return the number of the tenant's waiting items in all queues that use these shares."""
         return self._num_waiting.get(tenant, 0)
 
     def place(self, tenant: str) -> tuple[float, ...]:
-        """Return the sort key of a waiting tenant; the tenant with the lowest key is next."""
+        """Return a waiting tenant's sort key. The tenant with the lowest key is next."""
         return self._counters[tenant], self._turns[tenant]
 
     def serve(self, tenant: str, amount: float) -> None:
-        """Note that an item of the tenant starts, and charge `amount` for the item."""
+        """Note that one of the tenant's items starts, and charge `amount` for it."""
         self._last_served = max(self._last_served, self.served(tenant))
         self.charge(tenant, amount)
 
@@ -78,7 +78,7 @@ class FairShares:
             del self._counters[next(each for each in self._counters if each not in self._num_waiting)]
 
     def leave(self, tenant: str) -> None:
-        """Note that one item less of this tenant waits. The tenant goes behind all tenants with an equal counter."""
+        """Note that one item less of this tenant waits. Moves it behind all tenants with an equal counter."""
         self._num_waiting[tenant] -= 1
         self._turns[tenant] = next(self._next_turn)
         if not self._num_waiting[tenant]:
@@ -86,7 +86,7 @@ class FairShares:
 
 
 class Line(Protocol[ItemT]):
-    """The waiting items of one tenant, in any order. Only call `peek` and `pop` while the line is not empty."""
+    """One tenant's waiting items, in an order of its own. Call `peek` and `pop` only while the line is not empty."""
 
     def __len__(self) -> int: ...
 
@@ -102,9 +102,9 @@ class Line(Protocol[ItemT]):
 
 
 class FairQueue(Generic[ItemT]):
-    """Items of tenants. The next item belongs to the tenant with the fewest running items, then the smallest counter.
+    """Queues the items of tenants. The tenant with the fewest running items, then the smallest counter, comes next.
 
-    A tenant that enters goes behind the waiting tenants with an equal counter, so every waiting tenant gets its turn.
+    A new tenant queues behind the waiting tenants with an equal counter, so that every waiting tenant gets its turn.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class FairQueue(Generic[ItemT]):
         max_running: int = sys.maxsize,
         new_line: Callable[[], Line[ItemT]] | None = None,
     ) -> None:
-        """Several queues may have the same `shares`. At most `max_running` items of a tenant run, from `take` to `end`.
+        """Several queues may use the same `shares`. At most `max_running` items per tenant run, from `take` to `end`.
 
-        `new_line` makes the line of a tenant, by default a `Fifo`.
+        `new_line` creates a tenant's line, by default a `Fifo`.
         """
         self._shares = FairShares() if shares is None else shares
         self._max_running = max_running
@@ -139,11 +139,10 @@ class FairQueue(Generic[ItemT]):
         return len(self._lines.get(tenant, ()))
 
     def num_running(self, tenant: str) -> int:
-        """Return the number of the tenant's items that were taken and have not ended."""
+        """Return the number of the tenant's items that were returned by `take` and have not ended."""
         return self._num_running[tenant]
 
     def push(self, tenant: str, item: ItemT) -> None:
-        """Add an item."""
         self._shares.enter(tenant)
         if tenant not in self._lines:
             self._lines[tenant] = self._new_line()
@@ -151,18 +150,18 @@ class FairQueue(Generic[ItemT]):
         self._lines[tenant].push(item)
 
     def peek(self) -> ItemT:
-        """Return the next item, even if `max_running` items of its tenant run. The queue must not be empty."""
+        """Return the next item, regardless of `max_running`. The queue must not be empty."""
         return self._lines[self._first()].peek()
 
     def pop(self) -> ItemT:
-        """Remove and return the item that `peek` returns. The caller charges the tenant."""
+        """Remove and return the item that `peek` returns. The caller must charge the tenant."""
         tenant = self._first()
         item = self._lines[tenant].pop()
         self._leave(tenant)
         return item
 
     def take(self) -> tuple[str, ItemT] | None:
-        """Remove and return the next item, which runs until `end`. Charges 1. None if no tenant has a turn."""
+        """Remove and return the next item, which runs until `end`, and charge 1. None if no tenant may run another."""
         tenant = self._order.first(self._lines)
         if tenant is None or self._num_running[tenant] >= self._max_running:
             return None
@@ -173,7 +172,7 @@ class FairQueue(Generic[ItemT]):
         return tenant, item
 
     def end(self, tenant: str) -> None:
-        """Note that an item that was taken has ended."""
+        """Note that one of the tenant's running items has ended."""
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]
@@ -181,7 +180,7 @@ class FairQueue(Generic[ItemT]):
             self._order.add(tenant)
 
     def remove(self, tenant: str, item: ItemT) -> None:
-        """Remove a waiting item."""
+        """Remove a waiting item without charging for it."""
         self._lines[tenant].remove(item)
         self._leave(tenant)
 
@@ -197,7 +196,7 @@ class FairQueue(Generic[ItemT]):
 
 
 class Fifo(Generic[ItemT]):
-    """A line with the oldest item first."""
+    """A line that returns the oldest item first."""
 
     def __init__(self) -> None:
         self._items: deque[ItemT] = deque()
@@ -222,18 +221,18 @@ class Fifo(Generic[ItemT]):
 
 
 class _TenantHeap:
-    """Tenants by place, lowest first. A stale place is never too high, so `first` only corrects the heap's top."""
+    """Tenants by place, lowest first. An outdated place is never too high, so `first` only corrects the heap's top."""
 
     def __init__(self, place: Callable[[str], tuple[float, ...]]) -> None:
         self._place = place
         self._heap: list[tuple[tuple[float, ...], str]] = []
-        self._entered: dict[str, tuple[float, ...]] = {}  # the valid entry of each tenant; other entries are outdated
+        self._entered: dict[str, tuple[float, ...]] = {}  # each tenant's valid entry; other entries are outdated
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, tenant: str) -> None:
-        """Add a tenant, or move a tenant that is in the heap to a lower place."""
+        """Add a tenant, or lower its place if it is already in the heap."""
         place, entered = self._place(tenant), self._entered.get(tenant)
         if entered is not None and entered <= place:
             return
@@ -261,11 +260,11 @@ class _TenantHeap:
 
 
 class SharedPool(Generic[OwnerT]):
-    """A pool that owners share, for example slots or bytes. An owner may hold at most the amount that is free.
+    """A pool that owners share, for example of slots or bytes. An owner may hold at most the amount that is free.
 
-    A single owner can hold half of the pool, and each later owner half of the rest, so the next owner always gets a
-    part. As amounts are given back, owners that want more approach equal shares (dynamic thresholds: Choudhury and
-    Hahne, 1998).
+    A single owner can hold half of the pool, and each later owner half of the rest, so that the next owner always
+    receives a part. As amounts are returned, owners that want more approach equal shares (dynamic thresholds:
+    Choudhury and Hahne, 1998).
     """
 
     def __init__(self, size: int, held: Mapping[OwnerT, int] | None = None) -> None:
@@ -278,15 +277,15 @@ class SharedPool(Generic[OwnerT]):
         return self._held.get(owner, 0)
 
     def allows(self, owner: OwnerT, amount: int) -> bool:
-        """Return whether an owner may take an amount: afterwards it holds at most the amount that is free now."""
+        """Return whether an owner may take an amount, so that it holds at most the amount that is free now."""
         return self._held.get(owner, 0) + amount <= self.free
 
     def room_left(self, owner: OwnerT) -> int:
-        """Return how much more the owner may take and still hold no more than what stays free; negative: too much."""
+        """Return how much more the owner may take and still hold no more than stays free; negative if it holds more."""
         return (self.free - self.held(owner)) // 2
 
     def take(self, owner: OwnerT, amount: int) -> None:
-        """Take an amount; a negative amount is given back to the pool."""
+        """Take an amount without checking `allows`. A negative amount is returned to the pool."""
         self.free -= amount
         held = self._held[owner] = self._held.get(owner, 0) + amount
         if not held:
@@ -294,23 +293,23 @@ class SharedPool(Generic[OwnerT]):
 
 
 class RetryTimes:
-    """Times at which refused clients should retry, spaced at the rate at which requests end.
+    """Tells refused clients when to retry, at times that are spaced by the rate at which requests end.
 
-    If all clients got the time of the next free slot, all clients but one would be refused again. Tenants share the
-    slots evenly, so a tenant that floods a full service delays only its own clients.
+    If all clients were told the time of the next free slot, all but one would be refused again. Tenants share the slots
+    evenly, so that a tenant that floods a full service delays only its own clients.
     """
 
-    _MAX_AHEAD_S = 120.0  # the longest delay for a client; a flood is forgotten after this time
+    _MAX_AHEAD_S = 120.0  # longest delay for a client; a flood is forgotten after this time
     _MAX_TENANTS = 1_000
 
     def __init__(self) -> None:
         self._last_at: dict[str, float] = {}  # last time given to each tenant, without times that have passed
 
-    def next_after(self, now: float, *, ended_per_s: float, tenant: str = "", takes_place: bool = True) -> float:
+    def next_after(self, now: float, *, ended_per_s: float, tenant: str = "", delays_others: bool = True) -> float:
         """Return the seconds until a slot should be free for this client; 1 if `ended_per_s` is 0.
 
-        `takes_place`: the tenant's next refused client gets a later time. Pass False for a request that never waits in
-        a queue, because such a request delays no other request.
+        With `delays_others`, the tenant's next refused client is told a later time. Pass False for a request that never
+        waits in a queue, because it delays no other request.
         """
         if ended_per_s <= 0:
             return 1.0
@@ -318,7 +317,7 @@ class RetryTimes:
             self._last_at = {each: at for each, at in self._last_at.items() if at > now}
         num_tenants = len(self._last_at) + (tenant not in self._last_at)
         next_at = min(self._last_at.get(tenant, now) + num_tenants / ended_per_s, now + self._MAX_AHEAD_S)
-        if takes_place:
+        if delays_others:
             self._last_at[tenant] = next_at
             if len(self._last_at) > self._MAX_TENANTS:
                 self._last_at.pop(next(iter(self._last_at)))

@@ -1,4 +1,4 @@
-"""The reader for all JSON that clients send: bodies, lines of files, schemas in strings."""
+"""Reads all JSON that clients send: bodies, lines of files, schemas in strings."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from pydantic_core import from_json
 
 _DIGITS = bytes(ord("0") if chr(byte).isdecimal() else byte for byte in range(128)) + bytes(range(128, 256))
-# Exponents, and many digits: a number below the largest float has 309 digits at most.
+# Exponents, and 309 digits in a row, which is the length of the largest float.
 _MARKS_OF_LARGE = (b"0e0", b"0E0", b"0e+0", b"0E+0", b"0" * 309)
-_MAX_INTEGER = 2**1024  # all integers from here on are beyond the largest float
+_MAX_INTEGER = 2**1024  # integers of at least this size are beyond the largest float
 
 
 def read_json(text: bytes | bytearray) -> Any:
     """Return the value of a JSON text.
 
-    Raises ValueError, with the place, if the text is not JSON or has NaN, Infinity, half of a surrogate pair, too deep
-    nesting, or a number beyond the largest float. Such a number would become infinite, which JSON cannot express.
+    Raises ValueError if the text is not JSON, nests too deeply, or contains NaN, Infinity, half of a surrogate pair, or
+    a number beyond the largest float, which would become infinite. JSON cannot express that. The error names the place.
     """
     value, digits = from_json(text, allow_inf_nan=False), text.translate(_DIGITS)
-    # Only a number with an exponent, or with many digits in a row, can be beyond. A string with either looks like one.
-    # This check is cheap. Looking at every value takes several times as long as parsing, and few texts need that.
+    # Checking every value takes several times as long as parsing. Only texts with an exponent or many digits in a row,
+    # in a number or a string, may contain a number beyond the largest float, and few texts do.
     if any(mark in digits for mark in _MARKS_OF_LARGE) and (place := _place_beyond_float(value)) is not None:
         raise ValueError(f"the number at {place or 'the top'} is beyond the largest float, about 1.8e308")
     return value

@@ -1,7 +1,7 @@
-"""JSON and server-sent events of large answers, in pieces. The rows of a long list are computed while they are written.
+"""Writes JSON and server-sent events of large answers in pieces, and computes the rows of long lists on the way.
 
-Each piece takes little time, so the event loop and other threads can run between two pieces. Neither the rows nor the
-JSON are in memory as a whole.
+Each piece takes little time, so that the event loop and other threads can run between two pieces. Neither the rows nor
+the JSON are ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Json = dict[str, Any]
 
 
 class Rows(Generic[RowT]):
-    """A long list within an answer. The rows are computed each time that the list is written."""
+    """A long list within an answer. Its rows are computed each time the list is written."""
 
     def __init__(self, some_at_a_time: Callable[[], Iterable[Sequence[RowT]]]) -> None:
-        """`some_at_a_time` yields groups of rows. A group should take well below a millisecond."""
+        """`some_at_a_time` yields groups of rows. Each group should take well below a millisecond."""
         self.some_at_a_time = some_at_a_time
 
     @classmethod
     def of(cls, values: Sequence[T], write: Callable[[Sequence[T]], Sequence[Any]] = list) -> Rows[Any]:
-        """Return the rows that `write` makes of 2,048 values at a time; by default, the values themselves."""
+        """Return rows that `write` computes from 2,048 values at a time. By default, the values are the rows."""
         values_at_once = 2048
         starts = range(0, len(values), values_at_once)
         return cls(lambda: (write(values[at : at + values_at_once]) for at in starts))
@@ -45,11 +45,12 @@ class Rows(Generic[RowT]):
         return list_schema(schema_of(get_args(source)[0]))
 
 
-Encode = Callable[[Any, Callable[[Any], Any]], bytes]  # the function replaces a part of the value that is not JSON
+# Encodes a value as JSON. The second argument is called for each part that is not JSON, and returns its replacement.
+Encode = Callable[[Any, Callable[[Any], Any]], bytes]
 
 
 def as_json(value: Any, fallback: Callable[[Any], Any] | None = None) -> bytes:
-    """Encode a value as JSON that every reader takes for one line. NaN and infinity become null."""
+    """Encode a value as JSON that every reader treats as one line. NaN and infinity become null."""
     written = to_json(value, fallback=fallback, inf_nan_mode="null")
     return written if written.isascii() else one_line(written)
 
@@ -66,7 +67,7 @@ def one_line(written: bytes) -> bytes:
 def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
     """Yield the JSON of a value that may hold `Rows`; one piece if it holds none. `encode` writes all but the rows."""
     found: list[Rows[Any]] = []
-    mark = secrets.token_hex(16)  # a client cannot guess the mark, so no text of a client contains it
+    mark = secrets.token_hex(16)  # clients cannot guess the mark, so no client's text contains it
 
     def marked(part: Any) -> str:
         if not isinstance(part, Rows):
@@ -76,7 +77,7 @@ def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
 
     first, *others = encode(value, marked).split(f'"{mark}"'.encode())
     piece = bytearray(first)
-    steps_at_once = 16  # short rows may take long to make
+    steps_at_once = 16  # even short rows may take long to compute
     for rows, text in zip(found, others, strict=True):
         separator = b"["
         for step, some in enumerate(rows.some_at_a_time(), 1):

@@ -1,4 +1,4 @@
-"""Walk the schemas inside a JSON schema. The values of `const`, `enum`, `default` and examples are data, no schemas."""
+"""Walks the schemas inside a JSON schema. Values of `const`, `enum`, `default` and examples are data, not schemas."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-Place = tuple[str, ...]  # path of a schema inside another: names of keywords and properties, and list indexes
+Place = tuple[str, ...]  # path from the outermost schema: names of keywords and properties, and list indexes
 Change = Callable[[Json, Place], Any]
 
-# The value of a SCHEMA_KEYWORDS keyword is a schema or a list of schemas. NAMED_SCHEMAS hold schemas by name.
+# The value of a keyword in SCHEMA_KEYWORDS is a schema or a list of schemas. NAMED_SCHEMAS map names to schemas.
 SCHEMA_KEYWORDS = frozenset(
     "additionalItems additionalProperties allOf anyOf contains contentSchema else if items not oneOf prefixItems "
     "propertyNames then unevaluatedItems unevaluatedProperties".split()

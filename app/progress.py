@@ -1,7 +1,7 @@
-"""The progress of a model's start, for a person who waits.
+"""Shows the progress of a model's start to a person who waits.
 
-A process logs each step of its start. The launcher names a folder in `CAROUSEL_PROGRESS_FOLDER`; each process that
-starts a model has a file in that folder, with the name of the model and the current step.
+A process logs each step of its start. The launcher names a folder in `CAROUSEL_PROGRESS_FOLDER`, in which each process
+that starts a model writes the model's name and the current step to a file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "CAROUSEL_PROGRESS_FOLDER"  # an environment variable
 JOINING = "joining the service"  # the last step
-_name: str | None = None  # the name of the model that this process starts
+_name: str | None = None  # name of the model that this process starts
 _step = ""
 
 
 def begin(name: str) -> None:
-    """Note that this process starts the model of this name. Without this call, `tell` does nothing."""
+    """Note that this process starts the named model. Before this call, `report_step` does nothing."""
     global _name
     _name = name
     if folder := os.environ.get(FOLDER):
@@ -34,10 +34,10 @@ def begin(name: str) -> None:
             ended.unlink(missing_ok=True)
 
 
-def tell(step: str, *, so_far: str = "") -> None:
+def report_step(step: str, *, so_far: str = "") -> None:
     """Report that a step begins, or that a part of the current step is done.
 
-    step: a few words, such as "loading the weights". so_far: the part of the step that is done.
+    `step` is a few words, such as "loading the weights". `so_far` names the completed part of the step.
     """
     global _step
     if _name is None:
@@ -53,25 +53,25 @@ def tell(step: str, *, so_far: str = "") -> None:
 
 @contextmanager
 def step_within(step: str) -> Iterator[None]:
-    """Report a step for the duration of the block, and then the interrupted step again."""
+    """Report a step for the duration of the `with` block, and then the interrupted step again."""
     before = _step
-    tell(step)
+    report_step(step)
     yield
-    tell(before)
+    report_step(before)
 
 
-def told(folder: Path) -> dict[str, list[str]]:
-    """Return the current steps of the live processes of this machine, by the name of their model."""
+def reported_steps(folder: Path) -> dict[str, list[str]]:
+    """Return the current steps of the live processes on this machine, by model name."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in filter(_is_alive, sorted(folder.glob("[0-9]*"))):
-        with suppress(OSError):  # another process that calls `begin` may have removed the file
+        with suppress(OSError):  # `begin` in another process may have removed the file
             name, _, step = path.read_text(encoding="utf-8").partition("\n")
             by_name[name].append(step)
     return dict(by_name)
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether the process that wrote a file still runs."""
+    """Return whether the process that wrote a progress file still runs."""
     try:
         os.kill(int(path.name), 0)
     except PermissionError:  # the process belongs to another user
@@ -82,7 +82,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def download_bar() -> type[Any]:
-    """Return a tqdm class for download functions. Its bars print nothing and report the downloaded part by `tell`."""
+    """Return a tqdm class for download functions. Its bars print nothing and call `report_step`."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class DownloadBar(tqdm):  # type: ignore[misc]
@@ -93,7 +93,7 @@ def download_bar() -> type[Any]:
         def update(self, n: float | None = 1) -> bool | None:
             shown: bool | None = super().update(n)
             if self.unit == "B" and self.total:
-                tell(f"downloading {self.total / 1e6:,.0f} MB", so_far=f", {self.n / self.total:.0%}")
+                report_step(f"downloading {self.total / 1e6:,.0f} MB", so_far=f", {self.n / self.total:.0%}")
             return shown
 
     return DownloadBar

@@ -1,4 +1,4 @@
-"""The process of each rank but rank 0 (`python -m app.rank SOCKET PARENT`): loads its part and follows rank 0."""
+"""Runs each rank except rank 0 (`python -m app.rank SOCKET PARENT`): loads its part of the model and follows rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Load and follow; return the exit status. An error is sent to rank 0."""
+    """Load the model's part, follow rank 0, and return the exit status. Errors are sent to rank 0."""
     die_with(parent)  # before torch is imported, which takes seconds
 
     from app.errors import CarouselError, Failure, described, traceback_of
@@ -65,7 +65,7 @@ def _load_and_follow(channel: Channel) -> None:
 
 
 def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
-    """Compute until rank 0 ends. Raises the error of a failed step, after which the ranks cannot continue."""
+    """Run rank 0's steps until it ends. Raises the error of a failed step, after which the ranks cannot continue."""
     reader = StepReader()
     runner.join(group)
     with ThreadPoolExecutor(1) as copy_stream:
@@ -86,7 +86,7 @@ def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
 
 
 def _load_adapter(channel: Channel, runner: LeadingRunner, slot: int, path: str) -> None:
-    """Load an adapter. A failure is sent to rank 0 and does not end this rank."""
+    """Load an adapter. A failure is reported to rank 0 and does not end this rank."""
     from app.errors import Failure, described, traceback_of
     from app.model.adapters import read_part
 

@@ -1,6 +1,6 @@
-"""Records in a growing file or a stream. Each record is its length in four bytes, then its content.
+"""Records in a growing file or a stream. Each record consists of its length in four bytes and its content.
 
-A process that dies while it writes leaves a torn record at the end; readers stop before that record.
+A process that dies while writing leaves a torn record at the end, and readers stop before that record.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class RecordReader:
     """Reads the contents of records whose bytes arrive in pieces of any size."""
 
     def __init__(self) -> None:
-        self._begun = b""  # the bytes of a record whose end has not arrived
+        self._begun = b""  # bytes of a record whose end has not arrived
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the contents of all records that end within `data`. Exhaust the iterator before the next call."""
+        """Yield the contents of all records that `data` completes. Exhaust the iterator before the next call."""
         data = self._begun + data if self._begun else data
         at = 0
         while at < len(data) and (end := _end_of_record(data, at)) is not None:
@@ -33,7 +33,7 @@ class RecordReader:
 
 
 def whole_bytes(data: bytes) -> int:
-    """Return the number of bytes that complete records take at the beginning of `data`."""
+    """Return how many bytes complete records occupy at the beginning of `data`."""
     at = 0
     while (end := _end_of_record(data, at)) is not None:
         at = end

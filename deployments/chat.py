@@ -1,4 +1,4 @@
-"""`carousel chat` talks to a running service in a terminal. Answers appear while they are generated."""
+"""`carousel chat`: a chat with a running service in the terminal. Answers appear while they are generated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if the user ends the chat or the single message is answered, 130 after Ctrl-C, 1 after an error."""
+    """Run a chat, or answer a single message. Returns the exit status: 0, 130 after Ctrl-C, or 1 after an error."""
     given = _arguments(arguments)
     settings = {name: getattr(given, name) for name in ("max_tokens", "temperature", "seed")}
     try:
@@ -56,20 +56,20 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "message", nargs="?",
         help="answer this message and end. Text that is piped in is appended to the message, or is the message. "
-        "Without a message a chat starts",
+        "Without a message, a chat starts",
     )  # fmt: skip
     parser.add_argument("--url", default=DEFAULT_URL, help="address of the service (%(default)s)")
     parser.add_argument("--model", help="name of a model; default: the first model of the service")
     parser.add_argument("--system", default="", help="system message")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
-    parser.add_argument("--temperature", type=float, help="0 takes the most likely tokens")
-    parser.add_argument("--seed", type=int, help="equal seeds draw equal answers")
-    parser.epilog = f"The environment variable {_KEY} has the API key, if the service wants one."
+    parser.add_argument("--max-tokens", type=int, help="the maximum number of tokens in an answer")
+    parser.add_argument("--temperature", type=float, help="0 always chooses the most likely token")
+    parser.add_argument("--seed", type=int, help="the same seed produces the same answer")
+    parser.epilog = f"If the service requires an API key, set it in the environment variable {_KEY}."
     return parser.parse_args(arguments)
 
 
 def _key() -> str:
-    """Return the API key of the environment, or an empty string. Raises CarouselError if the key is malformed."""
+    """Return the API key from the environment, or "" if there is none. Raises CarouselError if it is malformed."""
     key = os.environ.get(_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise CarouselError(f"{_KEY} has characters that no key has; `carousel key NAME` prints a key")
@@ -77,7 +77,7 @@ def _key() -> str:
 
 
 def _only_message(given: str | None) -> str:
-    """Return the message of the command line, followed by the text that is piped in. Raises CarouselError."""
+    """Return the message from the command line, followed by piped text. Raises CarouselError if there is neither."""
     try:
         piped = "" if sys.stdin.isatty() else sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -92,7 +92,7 @@ class Chat:
     """A conversation: the messages so far, and the model that answers."""
 
     def __init__(self, url: str, key: str, settings: Mapping[str, Any]) -> None:
-        """url: the service, with or without /v1. key: may be empty. settings: fields that each request has."""
+        """`url` may end in /v1, `key` may be empty, and each request includes the fields in `settings`."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -100,15 +100,15 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def begin(self, system: str) -> None:
-        """Forget all messages, and start with this system message if it is not empty."""
+        """Start a new conversation, with this system message unless it is empty."""
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def clear(self) -> None:
-        """Forget all messages but the system message."""
+        """Start a new conversation with the current system message."""
         self._messages = [each for each in self._messages if each["role"] == "system"]
 
     def models(self) -> list[str]:
-        """Return the names of the service's models, at least one. Raises CarouselError."""
+        """Return the names of the service's models. Raises CarouselError if it has none or does not answer."""
         with self._opened("/v1/models") as answer:
             try:
                 names = [str(model["id"]) for model in json.load(answer)["data"]]
@@ -119,11 +119,10 @@ class Chat:
         return names
 
     def answer(self, message: str) -> bool:
-        """Print the answer to a message while the answer is generated. Return False if Ctrl-C has stopped the answer.
+        """Print the answer to a message while it is generated. Returns False if Ctrl-C stopped it.
 
-        The conversation keeps a stopped answer.
-
-        Raises CarouselError if the service refuses the request or is lost. The conversation is then unchanged.
+        A stopped answer stays part of the conversation. Raises CarouselError if the service refuses the request or
+        breaks off; the conversation is then unchanged.
         """
         asked = [*self._messages, {"role": "user", "content": message}]
         body = {"model": self.model, "messages": asked, "stream": True, "stream_options": {"include_usage": True}}
@@ -150,7 +149,7 @@ class Chat:
         return is_whole
 
     def _opened(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the open HTTP response. Raises CarouselError, with the service's message, if the request fails."""
+        """Send a request and return the open response. Raises CarouselError with the service's message if it fails."""
         content = None if body is None else json.dumps(body).encode()
         try:
             return urllib.request.urlopen(urllib.request.Request(self.url + path, content, self._headers))
@@ -175,7 +174,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 def _events(stream: Any) -> Iterator[dict[str, Any]]:
-    """Yield the events of an answer. Raises CarouselError for an error event, and for a stream that breaks off."""
+    """Yield the events of an answer. Raises CarouselError for an error event or a stream that breaks off."""
     try:
         for line in stream:
             name, _, data = line.decode().strip().partition(": ")
@@ -193,7 +192,7 @@ def _events(stream: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Screen:
-    """Writes the text of one answer, without control characters, which could change the terminal."""
+    """Writes one answer to the terminal, without control characters, which could change it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -209,7 +208,7 @@ class _Screen:
         self._write(printable(text, may_have="\n\t"))
 
     def show_dim(self, text: str) -> None:
-        """Write text that is not part of the answer, only if the output is a terminal."""
+        """Write text that is not part of the answer. Ignored if the output is not a terminal."""
         if text and self._is_terminal:
             self._write("" if self._is_dim else _DIM)
             self._is_dim = True
@@ -227,7 +226,7 @@ class _Screen:
 
 
 def _talk(conversation: Chat) -> None:
-    """Answer messages until the user ends the chat."""
+    """Read messages and answer them until the user ends the chat."""
     import readline  # noqa: F401  # gives `input` a history and editing keys
 
     while True:
@@ -258,7 +257,7 @@ def _message() -> str:
 
 
 def _obey(conversation: Chat, message: str) -> None:
-    """Run a command of the chat: a message that starts with a slash."""
+    """Run a chat command, which is a message that starts with a slash."""
     command, _, rest = message.partition(" ")
     if command == "/clear":
         conversation.clear()

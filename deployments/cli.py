@@ -1,4 +1,4 @@
-"""The command `carousel` with its subcommands in `COMMANDS`. Only the subcommand that is called is imported."""
+"""The command `carousel`. Only the module of the subcommand that is called is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS_OF_OTHERS = {  # commands of vLLM, SGLang, llama.cpp and Ollama, with the replacement here
+COMMANDS_OF_OTHERS = {  # maps commands of vLLM, SGLang, llama.cpp and Ollama to their replacements here
     "run": "`carousel serve MODEL` serves a model, and `carousel chat` in another terminal talks to it",
     "pull": "`carousel serve MODEL` downloads missing files",
     "list": "`curl http://127.0.0.1:8000/v1/models` lists the served models",
@@ -26,7 +26,7 @@ COMMANDS_OF_OTHERS = {  # commands of vLLM, SGLang, llama.cpp and Ollama, with t
     "run-batch": "`carousel bulk --input FILE --output FOLDER` answers the rows of a file",
     "collect-env": "`carousel --version` prints the versions",
 }
-COMMANDS = {  # name → (the function that takes its arguments, one line of help)
+COMMANDS = {  # name → (the function that receives the remaining arguments, one line of help)
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
     "check": ("deployments.launcher.checks:main", "find the mistakes in a config or a model, without serving it"),
     "chat": ("deployments.chat:main", "talk to a running service in this terminal"),
@@ -40,7 +40,7 @@ INTERRUPTED = 130  # the exit status of shells after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command with the arguments after its name, and return its exit status."""
+    """Run one subcommand with the arguments after its name, and return its exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if name == "--version":
         from app.versions import versions
@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[name][0].partition(":")
     try:
         return int(getattr(import_module(module), function)(rest))
-    except KeyboardInterrupt:  # this includes the import of modules
+    except KeyboardInterrupt:  # may also arrive during the import
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not disturb the exit
         return INTERRUPTED
 
 
 def print_key(arguments: Sequence[str]) -> int:
-    """Print a new key, which is not stored, and its entry for the file of keys."""
+    """Print a new API key, which is not stored anywhere, and its entry for the file of keys."""
     parser = argparse.ArgumentParser(prog="carousel key", description="Make an API key.")
     parser.add_argument("name", help="name of the key; it is the tenant of the key's requests")
     parser.add_argument("--admin", action="store_true", help="allow the routes under /admin as well")
@@ -75,7 +75,7 @@ def print_key(arguments: Sequence[str]) -> int:
 
 
 def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
-    """Return a new key, and its entry for the file that `api.keys_file` names. The entry has only a hash of the key."""
+    """Return a new key and its entry for the file that `api.keys_file` names, which holds only a hash of the key."""
     num_random_bytes = 32  # too many to guess, so a fast hash is enough
     key = f"sk-carousel-{secrets.token_urlsafe(num_random_bytes)}"
     admin = ", admin: true" if is_admin else ""
@@ -83,7 +83,7 @@ def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
 
 
 def positive(text: str) -> int:
-    """Parse a whole number of at least 1, for argparse."""
+    """Parse an integer of at least 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}; must be at least 1")

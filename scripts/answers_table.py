@@ -1,4 +1,4 @@
-"""Write the tables of docs/guide/coming-from.md: `python -m scripts.answers_table`.
+"""Write the tables of docs/guide/compare.md: `python -m scripts.answers_table`.
 
 The rows follow from the answers of `carousel serve` and `carousel`.
 """
@@ -12,7 +12,7 @@ from deployments.cli import COMMANDS_OF_OTHERS
 from deployments.launcher.arguments import ANSWERS, OPTIONS
 from scripts.written_tables import with_table
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "coming-from.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "compare.md"
 
 
 def table() -> str:

@@ -54,7 +54,7 @@ async def test_one_that_leaves_while_it_waits_lets_the_next_begin() -> None:
 def test_a_suspect_becomes_a_culprit_by_losses_in_a_row_without_progress() -> None:
     culprits = Culprits[str](max_losses=3, alone_after=2)
     culprits.note_loss("a", 1)
-    culprits.note_loss("a", 2, was_sound=False)
+    culprits.note_loss("a", 2, was_trusted=False)
     assert not culprits.is_suspect("a"), "what was not sound before says nothing"
     culprits.note_loss("a", 3)
     assert culprits.is_suspect("a")

@@ -30,6 +30,17 @@ from tests.test_imports import ALLOWED
 
 README = PROJECT / "README.md"
 LANGUAGES = COMMANDS | OUTPUT | {"yaml", "toml", "dockerfile", "mermaid", "http"}
+CONTRIBUTING = PROJECT / "CONTRIBUTING.md"
+CHANGES = (
+    "sampling parameter",
+    "endpoint",
+    "architecture",
+    "scheduling policy",
+    "tool-call format",
+    "metric",
+    "setting",
+    "alert",
+)
 CURRENT = [page for page in PAGES if "results" not in page.parts]  # measurements name the settings of their commit
 ROOTS = "app|deployments|benchmarks|scripts|tests|docs|models"
 BRANCHES = "models|engine|model|cache|scheduler|step_log|grammar|replicas|autoscaling|api|ingress|metrics|batches|jobs"
@@ -92,6 +103,21 @@ def test_every_promise_is_held_by_a_test_that_exists() -> None:
     assert not missing
 
 
+def test_the_places_of_changes_have_the_files_and_names_that_contributing_says() -> None:
+    section = CONTRIBUTING.read_text().split("## Where do I change X?")[1].split("\n## ")[0]
+    assert not [change for change in CHANGES if not re.search(rf"^(\*\*|\| )an? {change}\b", section, re.M | re.I)]
+    paths = re.findall(r"`([\w/]+(?:/|\.\w+))`", section)
+    missing = [path for path in paths if not (PROJECT / path).exists()]
+    named = re.findall(r"`([\w/]+\.py)` \(`(\w+)`\)", section)
+    named += [(path, name) for name, path in re.findall(r"`(\w+)` \(`([\w/]+\.py)`\)", section)]
+    assert len(named) > 15
+    missing += [
+        f"{name} in {path}" for path, name in named
+        if not re.search(rf"^(?:def |class )?{name}\b", (PROJECT / path).read_text(), re.MULTILINE)
+    ]  # fmt: skip
+    assert not missing, f"CONTRIBUTING.md names {missing}"
+
+
 def test_every_block_is_of_a_known_language() -> None:
     """So that no command is passed over because its block says nothing."""
     assert not [str(block) for page in GUIDES for block in blocks(page) if block.language not in LANGUAGES]
@@ -145,7 +171,7 @@ def test_the_api_page_has_every_path_and_every_field() -> None:
 
 
 def test_the_metrics_page_has_every_metric() -> None:
-    page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
+    page = (PROJECT / "docs" / "operate" / "monitoring.md").read_text()
     text = exposition(replace(after_one_request(), batches=defaultdict(int, num_paused=0))).decode()
     named = re.findall(r"^# HELP (\S+) ", text, flags=re.MULTILINE)
     assert named
@@ -181,8 +207,8 @@ def test_the_table_of_borders_is_that_of_the_test_that_keeps_them() -> None:
     assert "\n".join(rows) in page, "the table should be:\n" + "\n".join(rows)
 
 
-def test_the_page_of_dependencies_has_all_of_them() -> None:
-    page = (PROJECT / "docs" / "design" / "dependencies.md").read_text()
+def test_the_list_of_dependencies_has_all_of_them() -> None:
+    page = (PROJECT / "docs" / "design" / "architecture.md").read_text().split("\n## Dependencies\n")[1]
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     needed = [
         *project["dependencies"],

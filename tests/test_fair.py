@@ -179,7 +179,7 @@ def test_those_that_never_wait_for_a_place_put_no_other_off() -> None:
     retry = RetryTimes()
     assert retry.next_after(100.0, ended_per_s=4.0) == pytest.approx(0.25)
     for tenant, wait_s in (("", 0.5), ("other", 0.5)):
-        flood = [retry.next_after(100.0, ended_per_s=4.0, tenant=tenant, takes_place=False) for _ in range(1_000)]
+        flood = [retry.next_after(100.0, ended_per_s=4.0, tenant=tenant, delays_others=False) for _ in range(1_000)]
         assert flood == pytest.approx([wait_s] * 1_000)
     assert retry.next_after(100.0, ended_per_s=4.0) == pytest.approx(0.5)
 

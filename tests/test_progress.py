@@ -26,39 +26,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_last_that_was_told_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "app.progress")
-    progress.tell("nothing is started in this process")
-    assert progress.told(folder) == {}
+    progress.report_step("nothing is started in this process")
+    assert progress.reported_steps(folder) == {}
     progress.begin("demo")
-    progress.tell("loading the weights")
-    progress.tell("downloading 93 MB", so_far=", 10%")
-    progress.tell("downloading 93 MB", so_far=", 20%")
-    assert progress.told(folder) == {"demo": ["downloading 93 MB, 20%"]}
+    progress.report_step("loading the weights")
+    progress.report_step("downloading 93 MB", so_far=", 10%")
+    progress.report_step("downloading 93 MB", so_far=", 20%")
+    assert progress.reported_steps(folder) == {"demo": ["downloading 93 MB, 20%"]}
     assert caplog.messages == ["starting demo: loading the weights", "starting demo: downloading 93 MB"]
 
 
 def test_processes_that_have_ended_are_forgotten(folder: Path) -> None:
-    code = "from app import progress; progress.begin('demo'); progress.tell('loading the weights')"
+    code = "from app import progress; progress.begin('demo'); progress.report_step('loading the weights')"
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, env=child_environment(), check=True)
     [left] = folder.iterdir()
     assert left.read_text() == "demo\nloading the weights"
-    assert progress.told(folder) == {}
+    assert progress.reported_steps(folder) == {}
     progress.begin("demo")
     assert list(folder.iterdir()) == []
 
 
 def test_a_step_within_another_gives_way_to_it_again(folder: Path) -> None:
     progress.begin("demo")
-    progress.tell("loading the weights")
+    progress.report_step("loading the weights")
     with progress.step_within("building native code"):
-        assert progress.told(folder) == {"demo": ["building native code"]}
-    assert progress.told(folder) == {"demo": ["loading the weights"]}
+        assert progress.reported_steps(folder) == {"demo": ["building native code"]}
+    assert progress.reported_steps(folder) == {"demo": ["loading the weights"]}
 
 
 def test_a_folder_that_is_gone_stops_no_start(folder: Path) -> None:
     progress.begin("demo")
     folder.rmdir()
-    progress.tell("loading the weights")
-    assert progress.told(folder) == {}
+    progress.report_step("loading the weights")
+    assert progress.reported_steps(folder) == {}
 
 
 WEIGHTS = os.urandom(1_500_000)
@@ -114,7 +114,7 @@ def test_a_download_tells_how_far_it_has_come(
     class Noting(progress.download_bar()):  # type: ignore[misc]
         def update(self, n: float | None = 1) -> bool | None:
             shown: bool | None = super().update(n)
-            told.extend(progress.told(folder).get("demo", ()))
+            told.extend(progress.reported_steps(folder).get("demo", ()))
             return shown
 
     progress.begin("demo")

@@ -75,9 +75,9 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
                     )
             if isinstance(step, RouteStepConfig):
                 _check_presets(step, by_name, f"pipelines[{index}].steps[{place}]")
-    sound: set[str] = set()
+    without_circle: set[str] = set()
     for index, name in enumerate(pipeline_of):
-        circle = _circle(name, pipeline_of, sound)
+        circle = _circle(name, pipeline_of, without_circle)
         if circle:
             raise ValueError(
                 f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; name a model in one of them"
@@ -108,19 +108,19 @@ def _check_presets(route: RouteStepConfig, models: Mapping[str, ServedModelConfi
 
 
 def _circle(
-    name: str, pipelines: Mapping[str, PipelineConfig], sound: set[str], before: tuple[str, ...] = ()
+    name: str, pipelines: Mapping[str, PipelineConfig], without_circle: set[str], before: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """Return the names of a circle of pipelines, with the path from `name` to the circle; empty if there is no circle.
 
-    `sound` holds pipelines that lead to no circle and need no second walk; this function adds the pipelines it finds.
+    `without_circle` holds pipelines that lead to no circle and need no second walk. This function adds more.
     """
     if name in before:
         return (*before, name)
-    if name not in sound:
+    if name not in without_circle:
         for inner in named_by(pipelines[name].steps[-1]):
-            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, sound, (*before, name))):
+            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, without_circle, (*before, name))):
                 return circle
-        sound.add(name)
+        without_circle.add(name)
     return ()
 
 

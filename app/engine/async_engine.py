@@ -349,7 +349,7 @@ class AsyncEngine:
         else:
             return
         retry_after_s = self._retry_times.next_after(
-            now, ended_per_s=stats.ended_per_s, tenant=request.tenant, takes_place=request.may_wait
+            now, ended_per_s=stats.ended_per_s, tenant=request.tenant, delays_others=request.may_wait
         )
         raise Overloaded(f"the engine is full: {problem}; try again shortly", retry_after_s=retry_after_s)
 

@@ -1,4 +1,4 @@
-"""The link between ingresses and replicas: dispatch, token frames, in-flight requests and failover. No Ray, no HTTP."""
+"""Links ingresses to replicas: dispatch, token frames, in-flight requests and failover. Contains no Ray and no HTTP."""
 
 from app.engine.request import Address
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, connect

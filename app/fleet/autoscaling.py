@@ -1,7 +1,7 @@
-"""Decides how many replicas a model should have. A pure rule over the load of the replicas. No Ray, no clock.
+"""Decides how many replicas a model needs, by a pure rule over their load. Uses neither Ray nor a clock.
 
-The rule compares seconds of work, not requests or tokens: one request may have ten tokens or ten thousand, and one
-replica may be a hundred times as fast as another. The caller decides when and how far to follow the number.
+The rule compares seconds of work, not requests or tokens, because one request may need ten tokens or ten thousand, and
+one replica may be a hundred times as fast as another. The caller decides when and how far to follow the result.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from app.config import AutoscalingConfig
 
-# The fleet shrinks only to a number of replicas that would be loaded to at most this share of their targets. Without
-# this margin, a fleet that has shrunk would soon grow again.
+# The fleet shrinks only if the remaining replicas are then loaded to at most this share of their targets. Without this
+# margin, a fleet that has shrunk would soon grow again.
 SHRINK_TO = 0.8
-# Share of a replica's KV memory that should be in use. The rest is for requests that grow while a new replica starts.
+# Share of a replica's KV memory that should be in use. Running requests grow into the rest while a new replica starts.
 TARGET_KV_USE = 0.8
 
 
@@ -27,12 +27,12 @@ class AutoscalingLoad:
 
     target: int  # the number of replicas by the last decision
     num_running: int  # running replicas
-    num_reporting: int  # running replicas that have reported; the sums are over these
-    num_outstanding_tokens: float  # tokens to compute: of prompts, and of outputs by their predicted lengths
-    speeds: Sequence[float]  # tokens a second of each reporting replica; 0 if the replica has not measured it yet
+    num_reporting: int  # running replicas that have reported; the sums below cover only these
+    num_outstanding_tokens: float  # prompt tokens and predicted output tokens that are still to compute
+    speeds: Sequence[float]  # tokens per second of each reporting replica; 0 before its first measurement
     num_replica_requests: float  # running and waiting requests
-    kv_use: float  # sum over the replicas of the share of blocks that requests own; each share is 0 to 1
-    num_queued: float  # requests that no replica has taken yet
+    kv_use: float  # sum of the replicas' shares (0 to 1) of blocks that requests own
+    num_queued: float  # requests that no replica has accepted yet
     num_slots: int  # requests that one replica can compute in one step
     num_missing: int = 0  # busy reporting replicas that miss their latency targets at the best limits
 
@@ -47,7 +47,7 @@ class AutoscalingLoad:
 
 
 class WantedReplicas(NamedTuple):
-    """The number of replicas that there should be, and the reason."""
+    """The number of replicas that the model should run, and the reason."""
 
     number: int
     cause: str  # "tokens", "kv", "requests", "targets", "idle", or "reports" (the load of some replicas is unknown)
@@ -55,16 +55,16 @@ class WantedReplicas(NamedTuple):
 
 
 def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
-    """Return the number of replicas at which each is loaded to its targets, within the limits.
+    """Return the number of replicas, within the configured limits, at which each is loaded to its targets.
 
-    The number rises with the load. For any load there is a stable number: at that number of replicas, the load may
-    vary by a fifth before the rule returns another number. The number is 0 only if there is no request. If half of the
-    replicas miss their latency targets, the number is one more than the last target.
+    The number rises with the load. Every load leads to a stable number: the load may then vary by a fifth before the
+    rule returns another number. The number is 0 only if there is no request. If half of the replicas miss their latency
+    targets, the number is at least one more than the last target.
     """
     need, cause, reason = needed(load, config)
     wanted = _whole(need)
     if wanted < load.target:
-        # A replica that has not reported yet may be full.
+        # The fleet does not shrink before all replicas have reported, because those without a report may be full.
         if load.num_reporting < load.num_running:
             wanted, cause = load.target, "reports"
             reason = f"{load.num_reporting} of {load.num_running} replicas have reported"
@@ -82,19 +82,19 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
 
 
 def _may_sleep(load: AutoscalingLoad) -> bool:
-    """Whether no replica is needed: there is no request, and no first replica is starting for a request."""
+    """Whether the model needs no replica: it has no request, and no first replica is starting for one."""
     is_starting = load.target > 0 and load.num_running == 0
     return load.num_requests == 0 and not is_starting
 
 
 def _misses_targets(load: AutoscalingLoad) -> bool:
-    """Whether half of the replicas miss their targets. Waits for all replicas, to see the effect of the last one."""
+    """Whether half of the replicas miss their targets. False until all report, to see the effect of the last one."""
     are_all_there = load.num_reporting >= load.num_running >= load.target > 0
     return are_all_there and load.num_missing > 0 and 2 * load.num_missing >= load.num_reporting
 
 
 def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> tuple[float, str, str]:
-    """Return the replicas that the load fills (the maximum over tokens, memory and slots), the cause and the reason."""
+    """Return how many replicas the load fills (the maximum over tokens, memory and slots), the cause and the reason."""
     if load.num_requests == 0:
         return 0.0, "idle", "no request"
     tokens, kv, requests = load.num_outstanding_tokens, load.kv_use, load.num_requests
@@ -111,4 +111,4 @@ def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> tuple[float, str
 
 
 def _whole(need: float) -> int:
-    return math.ceil(need - 1e-9)  # a quotient may be a rounding error too large
+    return math.ceil(need - 1e-9)  # a rounding error in the quotient must not add a replica

@@ -1,4 +1,4 @@
-"""The ingress's end of the connection to one replica. The connection is reopened as long as the replica exists."""
+"""The ingress's end of the connection to one replica. A lost connection is reopened while the replica exists."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
-# Limits for frames that are useless to every request, in KiB (each frame is rounded up): the burst, and the rate per
-# second. A sound replica sends a few a second: heartbeats, reports after aborts, and tokens of abandoned attempts.
+# The largest burst and the rate per second of frames that serve no request, in KiB (each frame is rounded up). A
+# healthy replica sends a few per second: heartbeats, reports after aborts, and tokens of abandoned attempts.
 _MOST_IDLE_KIB, _IDLE_KIB_PER_S = 8192.0, 256.0
 
 
@@ -31,15 +31,15 @@ class FailoverLimits:
     place_timeout_s: float  # how long a request waits until any replica is available
     silence_s: float  # time without a frame after which a replica counts as hung; heartbeats are four times as frequent
     step_s: float  # duration of one step after which a replica counts as hung
-    # How often a request resumes on another replica when its replica is lost. Three losses under one request are not
-    # chance: an update goes wrong, or the request causes the losses. Each retry costs a replica and a prefill.
+    # How often a request resumes on another replica after its replica is lost. Three losses under one request are no
+    # coincidence: an update is failing, or the request crashes its replicas. Each retry risks a replica and a prefill.
     max_resumes: int = 3
 
-    drain_s: float = 120.0  # how long a replica that takes no more requests may run to finish its requests
+    drain_s: float = 120.0  # how long a replica that accepts no more requests may run to finish its requests
 
     @property
     def leave_after_s(self) -> float:
-        """Seconds until a draining replica's requests move. The rest of `drain_s` is for moving their KV memory."""
+        """Seconds until a draining replica's requests move. The rest of `drain_s` is reserved for their KV memory."""
         return 0.75 * self.drain_s
 
     @property
@@ -48,7 +48,7 @@ class FailoverLimits:
 
 
 class ReplicaConnection:
-    """Keeps a stream to one replica open and reports every loss of the stream. The reader handles the frames."""
+    """Keeps a stream to one replica open and reports each loss of the stream. A `FrameReader` handles the frames."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ReplicaConnection:
     ) -> None:
         """`connect` opens a stream for a reader. `on_connected` is called after each successful `connect`.
 
-        `on_lost(replica_id, lost)` is called whenever a stream ends, because frames may be missing from then on.
+        `on_lost(replica_id, lost)` is called whenever a stream ends, because the replica's later frames are lost.
         """
         self._replica_id = replica_id
         self._make_reader = make_reader
@@ -74,14 +74,14 @@ class ReplicaConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the replica takes messages now."""
+        """Whether the stream is connected and the replica's first frame has arrived."""
         return self._transport is not None and self._reader is not None and self._reader.is_open
 
     def send(self, message: Message) -> None:
-        """Send a message; without a stream, do nothing. A message may be lost when the stream breaks.
+        """Send a message if a stream is open. Messages may be lost when the stream breaks.
 
-        All messages of one turn of the event loop are written together, because a write may wake the replica's process,
-        which takes longer than all other work for a message.
+        All messages from one turn of the event loop are written together, because each write may wake the replica's
+        process, which takes longer than all other work for a message.
         """
         if self._transport is None:
             return
@@ -118,7 +118,7 @@ class ReplicaConnection:
             await asyncio.sleep(delay_s)
 
     async def _read_stream(self) -> ReplicaLost:
-        """Read one stream to its end, and return the reason of the end."""
+        """Read one stream until it ends, and return why it ended."""
         reader = self._reader = self._make_reader()
         holding = asyncio.get_running_loop().create_task(self._hold(reader))
         try:
@@ -146,19 +146,19 @@ class FleetMetrics(Protocol):
     """Counts the events of a fleet. `app.metrics.ModelMetrics` implements this protocol."""
 
     def frame_received(self, num_deltas: int) -> None:
-        """Count a received frame that has deltas of `num_deltas` requests."""
+        """Count a received frame that carries deltas for `num_deltas` requests."""
 
     def dispatched(self, reason: str) -> None:
         """Count a request that was sent to a replica. `reason` is the name of the policy that chose the replica."""
 
     def resumed(self, reason: str) -> None:
-        """Count a request that resumes on another replica. `reason` is the reason of the ReplicaLost."""
+        """Count a request that resumes on another replica. `reason` is the `reason` of `ReplicaLost`."""
 
 
 async def connect(
     address: Address, ingress_id: str, reader: asyncio.Protocol, *, heartbeat_s: float
 ) -> asyncio.Transport:
-    """Connect to the replica at `address`. `reader` receives the frames as bytes, at least one per `heartbeat_s`.
+    """Connect to the replica at `address`. `reader` receives the frames as bytes, at least one every `heartbeat_s`.
 
     Raises OSError or TimeoutError if the replica cannot be reached.
     """
@@ -169,7 +169,7 @@ async def connect(
 
 
 class FrameReader(asyncio.Protocol):
-    """Reads one stream of frames as the bytes arrive: passes reports to the registry and deltas to their requests."""
+    """Reads one stream of frames: passes the reports to the registry and the deltas to their requests."""
 
     def __init__(
         self,
@@ -185,12 +185,12 @@ class FrameReader(asyncio.Protocol):
         on_metrics: Callable[[bytes], bool] = lambda metrics: False,
         on_short: Callable[[], object] = lambda: None,
     ) -> None:
-        """`in_flight` has the requests of this process by the id of their current attempt.
+        """`in_flight` maps the id of each current attempt to its request in this process.
 
-        `on_begun` is called at the first frame, which says that the replica serves requests. `on_ended` is called when
-        the stream has ended. `on_short` is called for each report of too little free KV memory for the running
-        requests. `on_view` is called for each view and `on_metrics` for each answer to AskMetrics; both return whether
-        the view or the answer was asked for.
+        `on_begun` is called after the first frame, which shows that the replica serves requests; `on_ended` is called
+        when the stream ends. `on_short` is called for each report of too little free KV memory for the running
+        requests. `on_view` receives each view and `on_metrics` each answer to `AskMetrics`; both return whether this
+        process asked for it.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -205,7 +205,7 @@ class FrameReader(asyncio.Protocol):
         self._decoder = frame_decoder()
         self._next_number = 0
         self._idle_kib, self._idle_counted_at = 0.0, -inf
-        self.is_open = False  # the first frame has arrived and the stream has not ended
+        self.is_open = False  # whether the first frame has arrived and the stream has not ended
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[ReplicaLost] = self._loop.create_future()
@@ -213,11 +213,11 @@ class FrameReader(asyncio.Protocol):
         self._expect_frame_within(limits.silence_s)
 
     async def ended(self) -> ReplicaLost:
-        """Wait for the end of the stream, and return the reason of the end."""
+        """Wait until the stream ends, and return why it ended."""
         return await self._ended
 
     def end(self, error: Exception | None) -> None:
-        """End the stream: later data is ignored. `error` is None if the replica has closed the stream."""
+        """End the stream and ignore later data. `error` is None if the replica closed the stream."""
         if self._ended.done():
             return
         if error is None:
@@ -280,7 +280,7 @@ class FrameReader(asyncio.Protocol):
             raise ReplicaLost(f"its step has been running for {step_age_s:.1f} s", reason="stuck")
 
     def _count_idle(self, kib: float) -> None:
-        """Count a frame of this size that was useless to every request. Raises ReplicaLost if there are too many."""
+        """Count a frame of this size that served no request. Raises ReplicaLost above the limits for such frames."""
         now = self._heard_at
         self._idle_kib = max(0.0, self._idle_kib - (now - self._idle_counted_at) * _IDLE_KIB_PER_S) + kib
         self._idle_counted_at = now
@@ -291,9 +291,9 @@ class FrameReader(asyncio.Protocol):
         self._silence_timer = self._loop.call_later(wait_s, self._check_silence, self._loop.time() + wait_s)
 
     def _check_silence(self, due_at: float) -> None:
-        """End the stream if it is silent. Called `silence_s` after the last frame known when the timer was set."""
+        """End the stream if it is silent. Runs `silence_s` after the last frame known when the timer was set."""
         now = self._loop.time()
-        if now - due_at > 0.2:  # this process was busy or stopped, so frames may have arrived that it has not read
+        if now - due_at > 0.2:  # this process was busy or stopped, so it may not have read frames that have arrived
             self._heard_at = now
         silent_s = now - self._heard_at
         if silent_s >= self._limits.silence_s:

@@ -1,4 +1,4 @@
-"""All replicas of one model behind one `Generate`. A stream continues when its replica is lost."""
+"""Serves one model's requests on all of its replicas. A stream continues on another replica if its replica is lost."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 1.0  # between two tries to resume a request while all replicas are full
-_RELIEVE_EVERY_S = 0.25  # until a replica's reports show the effect of the last request that left
-_MAX_TIMES_SHORT = 3  # how often one request may leave a replica that is short of memory
+_LONGEST_PAUSE_S = 1.0  # longest pause between two tries to resume a request while all replicas are full
+_RELIEVE_EVERY_S = 0.25  # by then, a replica's reports show the effect of the last request that left
+_MAX_TIMES_SHORT = 3  # how often one request may leave replicas that are short of memory
 # Replicas are asked for their metrics in groups, so that simultaneous answers do not block the event loop.
 _ASKED_IN_A_TURN = 25
 _TURN_S = 0.005
@@ -36,7 +36,7 @@ class ReplicaTransport(Protocol):
     """Reaches replicas. `deployments/serve/transport.py` implements this over Serve's handles; tests use a fake."""
 
     async def wake(self) -> None:
-        """Wait until there is a replica. Starts one if the model is scaled to zero.
+        """Wait until the model runs on a replica. Starts one if the model is scaled to zero.
 
         Raises Overloaded if too many requests wait, and Unavailable if no replica can be started now.
         """
@@ -48,7 +48,7 @@ class ReplicaTransport(Protocol):
 
 
 class TokenStream:
-    """The deltas of one request, for one reader. Closing the stream aborts the request."""
+    """Iterates over the deltas of one request, for one reader. Closing the stream aborts the request."""
 
     def __init__(self, in_flight: InFlightRequest, deltas: AsyncGenerator[TokenDelta, None]) -> None:
         self._in_flight = in_flight
@@ -66,10 +66,10 @@ class TokenStream:
         await self._deltas.aclose()
 
     def deliver_to(self, take: Callable[[TokenDelta], bool]) -> None:
-        """Call `take` for each arriving delta between the first tokens and the end.
+        """Call `take` for each arriving delta between the first tokens and the end, while the reader waits.
 
-        The waiting reader does not see a delta that `take` has taken. If `take` returns False, the reader gets the
-        delta. If `take` raises, the reader gets the error.
+        If `take` returns True, the reader does not see the delta and keeps waiting. If `take` returns False, the reader
+        receives the delta, and if `take` raises, the error.
         """
         self._in_flight.take = take
 
@@ -77,9 +77,9 @@ class TokenStream:
 class Fleet:
     """Sends requests to replicas and reads the deltas over one connection per replica. Belongs to one event loop.
 
-    When the replica of a request is lost, the request is sent to another replica with all its tokens so far, and
-    resumes exactly where it stopped. Request migration in NVIDIA Dynamo also carries tokens only; here the tokens are
-    the whole state, because randomness is a function of seed and position.
+    When a request's replica is lost, another replica receives the request with all its tokens so far and resumes it
+    exactly where it stopped. Request migration in NVIDIA Dynamo also carries only tokens; here they are the whole
+    state, because randomness is a function of seed and position.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class Fleet:
         self._in_flight: dict[str, InFlightRequest] = {}  # by the id of the current attempt
         # The in-flight requests by replica, in the order of their arrival on the replica.
         self._on_replica: dict[str, dict[str, InFlightRequest]] = {}
-        # If this many replicas in a row are lost before they give a request a token, the request counts as the cause.
+        # If this many replicas in a row are lost before a request receives a token, the request counts as the cause.
         max_losses = max(2, limits.max_resumes)
         self._culprits: Culprits[str] = Culprits(max_losses=max_losses, alone_after=max_losses - 1)
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
-        self._open_ids: Sequence[str] | None = None  # cached ids of the replicas that take requests; None: out of date
+        self._open_ids: Sequence[str] | None = None  # cached ids of the connected replicas; None after a change
         self._turns = Turns()  # wakes the requests of lost replicas
-        self._relieved_at: dict[str, float] = {}  # when a request last left each replica that was short of memory
-        self._leaving: dict[str, asyncio.TimerHandle] = {}  # replicas that take no more requests but still have some
+        self._relieved_at: dict[str, float] = {}  # when `_relieve` last tried to move a request, by replica
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # timers of replicas that only finish their requests
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
         self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # set while views are wanted
         self._questions: set[_Question] = set()
@@ -115,14 +115,15 @@ class Fleet:
         self._replicas_changed(registry.replica_ids)
 
     def generate(self, request: Request) -> TokenStream:
-        """Stream the tokens of `request`, whichever replicas they come from. Closing the stream aborts the request.
+        """Stream the tokens of `request`, whichever replicas generate them. Closing the stream aborts the request.
 
-        The first delta may be empty. It then says that the request is queued, and on which replica.
+        The first delta may be empty. It then reports that the request is queued, and on which replica.
 
         Raises:
-            InvalidRequest, DeadlineMissed, StepFailed: from the engine.
+            InvalidRequest, DeadlineMissed, StepFailed: the engine failed the request.
             Overloaded: every replica is full.
-            Unavailable: there was no replica; ReplicasLost: too many replicas were lost under this request.
+            Unavailable: no replica was available.
+            ReplicasLost: too many replicas were lost while they served this request.
         """
         in_flight = InFlightRequest(request, began_at=self._clock(), turns=self._turns)
         return TokenStream(in_flight, self._deltas(in_flight))
@@ -137,7 +138,7 @@ class Fleet:
                     await self._suspects.begin(request.request_id)
                 try:
                     await self._begin_attempt(in_flight, avoid)
-                except BaseException:  # refused, or the caller has gone: the next suspect may begin at once
+                except BaseException:  # the request was refused or cancelled, so the next suspect may begin at once
                     self._suspects.end(request.request_id)
                     raise
                 try:
@@ -146,7 +147,7 @@ class Fleet:
                         if is_last_chance and in_flight.has_progressed:
                             self._suspects.end(request.request_id)
                         if delta.queued is not None:
-                            delta = structs.replace(delta, queued=self._with_place(in_flight, delta.queued))
+                            delta = structs.replace(delta, queued=self._with_decision(in_flight, delta.queued))
                         yield delta
                         if delta.finish_reason is not None:
                             in_flight.is_done = True
@@ -155,7 +156,7 @@ class Fleet:
                             in_flight.fail(RequestLeft("its prompt is computed", reason="decode"))
                 except ReplicaLost as lost:
                     pause_s = self._note_loss(in_flight, lost)
-                    lost.__traceback__ = None  # the connection keeps the error, and would keep this request with it
+                    lost.__traceback__ = None  # the connection stores the error, whose traceback refers to this request
                     avoid |= {in_flight.replica_id, *lost.avoid}
                 except DeadlineMissed:
                     raise
@@ -172,7 +173,7 @@ class Fleet:
             self._culprits.forget(request.request_id)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request: its `generate` raises Cancelled. Returns False if no replica has the request."""
+        """End a request, so that its stream raises Cancelled. Returns False if no replica serves the request."""
         found = [each for each in self._in_flight.values() if each.request.request_id == request_id]
         for in_flight in found:
             in_flight.fail(Cancelled("this request was cancelled while it ran"))
@@ -184,13 +185,13 @@ class Fleet:
         return len(self._in_flight)
 
     def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
-        """Call `on_view(replica_id, view)` for each view of a replica, some each second. None stops the views."""
+        """Call `on_view(replica_id, view)` for each view of a replica, a few per second. None stops the views."""
         self._on_view = on_view
         for replica_id in self._connections:
             self._tell_watching(replica_id)
 
     async def ask_metrics(self, timeout_s: float) -> dict[str, bytes | None]:
-        """Return the metrics of each replica that takes requests; None for replicas that have not answered in time."""
+        """Return the metrics of each replica that accepts requests; None for replicas that do not answer in time."""
         question = _Question(self._registry.replica_ids)
         self._questions.add(question)
         try:
@@ -210,15 +211,15 @@ class Fleet:
         is_there = self._registry.takes_requests(replica_id) and self._is_open(replica_id)
         return is_there and self._registry.sends_metrics(replica_id)
 
-    def _metrics_came(self, replica_id: str, metrics: bytes) -> bool:
-        """Pass a replica's metrics to the open questions. Returns whether the metrics were asked for."""
+    def _on_metrics_received(self, replica_id: str, metrics: bytes) -> bool:
+        """Pass a replica's metrics to the open questions. Returns whether any question waited for them."""
         waiting = [question for question in self._questions if replica_id in question.open]
         for question in waiting:
             question.close(replica_id, metrics)
         return bool(waiting)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return a readable description of each replica that takes requests, or that is leaving and still has some."""
+        """Return a readable description of each replica that accepts requests or still finishes some."""
         described = self._registry.describe()
         for each in described:
             each["state"] = "serving" if self._is_open(each["replica"]) else "lost"
@@ -227,7 +228,7 @@ class Fleet:
 
     @property
     def last_decision(self) -> dict[str, str] | None:
-        """Readable reason for the choice of the last request's replica."""
+        """Readable reason why the last request's replica was chosen."""
         decision = self._registry.last_decision
         return None if decision is None else {"reason": decision.reason, "loads": decision.explain_loads()}
 
@@ -240,7 +241,7 @@ class Fleet:
     # ------------------------------------------------------------------ one request
 
     async def _begin_attempt(self, in_flight: InFlightRequest, avoid: frozenset[str]) -> None:
-        """Send a request to the replica that the registry chooses. Waits until there is a replica."""
+        """Send a request to the replica that the registry chooses. Waits until a replica is available."""
         while True:
             if in_flight.num_attempts:
                 in_flight.seconds_left(self._clock())  # raises if no time is left
@@ -273,7 +274,7 @@ class Fleet:
         num_prefill_tokens = self._registry.num_prefill_tokens(sent.request_id)
         self._connections[chosen.replica_id].send(SubmitRequest(sent, num_prefill_tokens))
 
-    def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
+    def _with_decision(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = in_flight.decision
         assert decision is not None, "a replica has queued it"
         return queued._replace(
@@ -284,7 +285,7 @@ class Fleet:
         )
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
-        """Remove all traces of an attempt that is over."""
+        """Remove all traces of an ended attempt, and abort it on its replica unless the request is done."""
         replica_id = in_flight.replica_id
         del self._in_flight[in_flight.sent.request_id]
         del self._on_replica[replica_id][in_flight.sent.request_id]
@@ -303,9 +304,9 @@ class Fleet:
     def _note_loss(self, in_flight: InFlightRequest, lost: ReplicaLost) -> float:
         """Count a loss, and return the pause before the next attempt in seconds.
 
-        Raises ReplicasLost after too many losses. A request that may itself kill replicas is given up one loss earlier
-        than other requests on the lost replicas. When the culprit is known, the losses that it has caused no longer
-        count against the other requests.
+        Raises ReplicasLost after too many losses. A request that may itself crash replicas is given up one loss earlier
+        than the other requests on these replicas. Once it is known as the culprit, the losses that it has caused no
+        longer count against the other requests.
         """
         now = self._clock()
         if isinstance(lost, RequestLeft):
@@ -314,19 +315,19 @@ class Fleet:
                 in_flight.left = PrefixSource(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
             self._metrics.resumed(lost.reason)
             return 0.0
-        # If the whole replica is lost, it is already suspect, and one log line for all of its requests is enough.
+        # If the whole replica is lost, it is already suspect, and one warning for all of its requests is enough.
         is_news = not self._registry.is_suspect(in_flight.replica_id)
         self._registry.suspect(in_flight.replica_id)  # until it reports again
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
-        # A request that may have killed its replica lets other requests go first. A request that gets a token before
-        # this one is innocent.
+        # A request that may have crashed its replica lets other requests go first. Those that receive a token before it
+        # are innocent.
         suspect_pause_s = 0.25
         if was_hopeless and self._is_recent(in_flight, now):
-            return suspect_pause_s  # a suspect replica was tried for lack of others: this counts as waiting, not a loss
+            return suspect_pause_s  # only a suspect replica was available, so this counts as waiting, not as a loss
         in_flight.lost_at = now
         request_id = in_flight.request.request_id
         self._culprits.note_loss(
-            request_id, in_flight.replica_id, has_progressed=in_flight.has_progressed, was_sound=in_flight.is_trusted
+            request_id, in_flight.replica_id, has_progressed=in_flight.has_progressed, was_trusted=in_flight.is_trusted
         )
         num_resumes = self._culprits.num_losses(request_id)
         if self._culprits.is_culprit(request_id) or num_resumes > self._limits.max_resumes:
@@ -345,7 +346,7 @@ class Fleet:
         return in_flight.lost_at is not None and now - in_flight.lost_at <= self._limits.place_timeout_s
 
     async def _wait_for_room(self, in_flight: InFlightRequest, full: Overloaded) -> None:
-        """Wait while every replica is full, if the request has lost its replica recently. Otherwise raises `full`."""
+        """Pause before the next try, if the request has lost its replica recently. Otherwise raises `full`."""
         if not self._is_recent(in_flight, self._clock()):
             raise full
         await asyncio.sleep(min(full.retry_after_s, _LONGEST_PAUSE_S))
@@ -353,7 +354,7 @@ class Fleet:
     # ------------------------------------------------------------------ the replicas
 
     def _open_replica_ids(self, in_flight: InFlightRequest) -> Sequence[str]:
-        """Return the replicas that take requests now, have the weights of its tokens and know all of its fields."""
+        """Return the connected replicas that know all of a request's fields and can continue its tokens."""
         weights, request, registry = in_flight.needs_weights, in_flight.request, self._registry
         if self._open_ids is None:
             self._open_ids = list(filter(self._is_open, registry.replica_ids))
@@ -369,7 +370,7 @@ class Fleet:
         return connection is not None and connection.is_open
 
     async def _wait_for_replicas(self, in_flight: InFlightRequest) -> Sequence[str]:
-        """Wait until `_open_replica_ids` returns a replica, and return all that it returns.
+        """Wait until `_open_replica_ids` finds a replica, and return its result.
 
         Raises Unavailable after `place_timeout_s` without a replica, and Overloaded if too many requests wait for one.
         """
@@ -385,7 +386,7 @@ class Fleet:
         except TimeoutError:
             for replica_id in filter(self._is_open, self._registry.replica_ids):
                 unknown = self._registry.unknown_field(replica_id, in_flight.request)
-                if unknown is None:  # the replica's weights are the reason
+                if unknown is None:  # only the replica's weights can be the reason
                     raise Unavailable(
                         "the replica of this request was lost, and the others have other weights; send it again"
                     ) from None
@@ -396,14 +397,14 @@ class Fleet:
             raise Unavailable(f"no replica was available to this request for {seconds:g} s; send it again") from None
 
     async def _wake(self) -> None:
-        """Wait until the registry has a replica. Raises Overloaded if too many requests wait for one."""
+        """Wait until a replica starts or the replicas change. Raises Overloaded if too many requests wait."""
         changing = asyncio.create_task(self._changed.wait())
         waking = asyncio.create_task(self._transport.wake())
         try:
             await asyncio.wait({changing, waking}, return_when=asyncio.FIRST_COMPLETED)
             if waking.done():
                 waking.result()
-        except Unavailable as error:  # a replica that has just died
+        except Unavailable as error:  # for example, because the replica has just died
             logger.warning("no replica can be started now: %s", error)
             await asyncio.sleep(_LONGEST_PAUSE_S)
         finally:
@@ -434,7 +435,7 @@ class Fleet:
     def _leave(self, replica_id: str, after_s: float) -> None:
         """Move the requests of a replica that is about to end, with their KV memory, to other replicas."""
         del self._leaving[replica_id]
-        if self._registry.takes_requests(replica_id):  # the replica takes requests again
+        if self._registry.takes_requests(replica_id):  # the replica was set to accept requests again
             return
         leaving = list(self._on_replica.get(replica_id, {}).values())
         for in_flight in leaving:
@@ -444,7 +445,7 @@ class Fleet:
             logger.info("replica %s is about to end: its %d requests move to other replicas", replica_id, len(leaving))
 
     def _connect_to(self, replica_id: str) -> None:
-        """Open a connection to a replica, unless there is one already."""
+        """Open a connection to a replica unless it is already connected."""
         if replica_id in self._connections:
             return
         self._connections[replica_id] = ReplicaConnection(
@@ -457,8 +458,8 @@ class Fleet:
                 self._limits,
                 on_begun=partial(self._begun, replica_id),
                 on_ended=partial(self._ended, replica_id),
-                on_view=partial(self._view_came, replica_id),
-                on_metrics=partial(self._metrics_came, replica_id),
+                on_view=partial(self._on_view_received, replica_id),
+                on_metrics=partial(self._on_metrics_received, replica_id),
                 on_short=partial(self._relieve, replica_id),
             ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
@@ -473,7 +474,7 @@ class Fleet:
         self._note_change()
 
     def _ended(self, replica_id: str) -> None:
-        """Note the end of a stream. The replica takes no requests and answers no questions until its next frame."""
+        """Note that a stream has ended. Its replica receives no requests or questions until the first new frame."""
         self._open_changed()
         for question in self._questions:
             question.close(replica_id)
@@ -482,8 +483,8 @@ class Fleet:
         if self._is_open(replica_id) and self._registry.sends_views(replica_id):
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
-    def _view_came(self, replica_id: str, view: EngineSnapshot) -> bool:
-        """Pass a view on. Returns whether the view was asked for."""
+    def _on_view_received(self, replica_id: str, view: EngineSnapshot) -> bool:
+        """Pass on a view of a replica. Returns whether any watcher wanted it."""
         if self._on_view is not None:
             self._on_view(replica_id, view)
         return self._on_view is not None
@@ -531,16 +532,16 @@ class Fleet:
 
 
 class _Question:
-    """A question to some replicas, with their answers so far."""
+    """A question to several replicas, with their answers so far."""
 
     def __init__(self, replica_ids: Iterable[str]) -> None:
         self.answers: dict[str, bytes | None] = dict.fromkeys(replica_ids)
-        self.open = dict.fromkeys(self.answers)  # replicas whose answer may still come, in order
+        self.open = dict.fromkeys(self.answers)  # replicas whose answers may still arrive, in order
         self.ended = asyncio.get_running_loop().create_future()
         self._check_ended()
 
     def close(self, replica_id: str, answer: bytes | None = None) -> None:
-        """Record a replica's answer, or None if it will not answer. Only the first answer counts."""
+        """Record a replica's answer, or None if the replica cannot answer. Later answers are ignored."""
         if replica_id not in self.open:
             return
         del self.open[replica_id]

@@ -1,4 +1,4 @@
-"""The replica's end of its sockets: receives requests and sends frames. Only for connections that know the secret."""
+"""The replica's end of its sockets. Receives requests and sends frames on connections that know the secret."""
 
 from __future__ import annotations
 
@@ -36,36 +36,35 @@ from app.fleet.uncomputed_prompts import UncomputedPrompts
 logger = logging.getLogger(__name__)
 
 MAX_HELLO_BYTES = 1024
-# If an ingress acknowledges no data for this time, its machine is gone or its process has stopped: the connection is
-# closed and the ingress's requests end. Heartbeats guarantee that there is always data to acknowledge.
+# If an ingress acknowledges no data for this time, its machine is gone or its process has stopped. The connection is
+# then closed and the ingress's requests end. Heartbeats guarantee that there is always data to acknowledge.
 UNREAD_TIMEOUT_S = 60.0
-# How long one measurement answers all ingresses. To write the metrics takes a millisecond or two, and a scrape after a
-# request should include the request.
+# How long one measurement answers all ingresses. It is reused because writing the metrics takes a millisecond or two,
+# but only briefly, because a scrape after a request should include the request.
 METRICS_HOLD_S = 0.05
 
 
 class Hello(NamedTuple):
-    """The first line that an ingress sends."""
+    """The first line that an ingress sends, encoded as a JSON array."""
 
     secret: str
     ingress_id: str
     heartbeat_s: float
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the id is a string and the heartbeat is in range. Raises TypeError if it is not a number."""
+    def is_valid(self) -> bool:
+        """Whether the id is a string and the heartbeat is in range. Raises TypeError if the heartbeat is no number."""
         return isinstance(self.ingress_id, str) and 0.01 <= self.heartbeat_s <= 3600
 
     def line(self) -> bytes:
-        """Return the line as bytes."""
         return json.dumps(self).encode() + b"\n"
 
 
 class FrameServer:
     """Listens on one address of this machine. The server belongs to the event loop that opens it.
 
-    Requests and frames do not use Serve's calls, because one call of Serve costs several times as much as a message on
-    this connection.
+    Requests and frames bypass Ray Serve, because a Serve call costs several times as much as a message on this
+    connection.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class FrameServer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` serves the requests. `report` is called for each frame, and `metrics` for ingresses that ask."""
+        """`engine` serves the requests. `report` is called for each frame, and `metrics` when an ingress asks."""
         self._host = host
         self._engine = engine
         self._report = report
@@ -90,16 +89,16 @@ class FrameServer:
         self._connections: set[_Connection] = set()
         self._of_ingress: dict[str, _Connection] = {}
         self._draining: asyncio.Future[None] | None = None
-        self._was_left = False  # whether a request has left the replica since `drain` was called
+        self._was_left = False  # whether a request may have left the replica since `drain` was called
         self._watching: set[_Connection] = set()
-        self._showing: asyncio.Task[None] | None = None  # runs while any connection watches
+        self._showing: asyncio.Task[None] | None = None  # runs while any ingress watches
         self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
         self._prefixes = PrefixFeed()
         engine.on_prefixes(self._prefixes.note)
         self._prompts = UncomputedPrompts()
 
     async def open(self) -> Address:
-        """Start to listen, if the server does not listen yet. Raises OSError if this machine lacks the address."""
+        """Start listening unless the server already listens. Raises OSError if this machine lacks the address."""
         if self._opening is None:
             loop = asyncio.get_running_loop()
             self._prefixes.address = self._engine.serve_prefixes(self._host)
@@ -121,7 +120,7 @@ class FrameServer:
         return all(each.session is None or each.session.is_idle for each in self._connections)
 
     async def drain(self) -> None:
-        """Wait until all requests have ended. After a request has moved, wait until its KV memory may be fetched."""
+        """Wait until all requests have ended. If a request may have moved, allow time to fetch its KV memory."""
         fetch_s = 1.0  # a replica gives up a fetch after this time, or later if computing would take longer
         while not self.is_idle:
             self._draining = asyncio.get_running_loop().create_future()
@@ -140,7 +139,7 @@ class FrameServer:
     def opened(self, connection: _Connection) -> bool:
         """Register a new connection. Returns False while too many other connections have not identified themselves."""
         self._connections.add(connection)
-        # The limit allows many ingresses, because all ingresses connect at the moment when a replica is ready.
+        # The limit allows many ingresses, because all of them connect as soon as a replica is ready.
         max_unidentified = 256
         if len(self._unidentified) >= max_unidentified:
             return False
@@ -148,14 +147,14 @@ class FrameServer:
         return True
 
     def identified(self, connection: _Connection, line: bytes) -> None:
-        """Handle the first line of a connection: start a session for its ingress, or close the connection.
+        """Check the first line of a connection. Starts a session for its ingress, or closes the connection.
 
-        The ingress's previous connection is closed, because an ingress opens a connection after it has lost one.
+        The ingress's previous connection is closed, because an ingress reconnects only after it has lost a connection.
         """
         self._unidentified.discard(connection)
         try:
             hello = Hello._make(json.loads(line))
-            is_known = hmac.compare_digest(hello.secret, self._secret) and hello.is_sound
+            is_known = hmac.compare_digest(hello.secret, self._secret) and hello.is_valid
         except (ValueError, TypeError, RecursionError):  # not JSON, or not the fields of a Hello
             is_known = False
         if not is_known:
@@ -171,7 +170,7 @@ class FrameServer:
         )  # fmt: skip
 
     def watch(self, connection: _Connection, *, is_watched: bool) -> None:
-        """Start or stop the views of the engine for one ingress."""
+        """Start or stop sending views of the engine to one ingress."""
         if not is_watched:
             self._watching.discard(connection)
             return
@@ -181,7 +180,7 @@ class FrameServer:
             self._showing = asyncio.get_running_loop().create_task(self._show())
 
     def measured(self) -> bytes:
-        """Return the metrics of this replica; empty if they cannot be written."""
+        """Return this replica's metrics, at most `METRICS_HOLD_S` old; empty if they cannot be written."""
         now = self._clock()
         if self._measured[0] <= now - METRICS_HOLD_S:
             try:
@@ -192,10 +191,10 @@ class FrameServer:
         return self._measured[1]
 
     async def _show(self) -> None:
-        """Send views until no connection watches."""
+        """Send views until no ingress watches."""
         clock = asyncio.get_running_loop().time
-        view_period_s = 0.2  # five a second: the eye sees no more details of a moving line
-        # Full views are for pages that have missed views, and for pages that are opened later.
+        view_period_s = 0.2  # the eye sees no more details of a moving line than five views per second show
+        # Pages that have missed views, or are opened later, need a full view.
         full_view_period_s = 2.0
         with suppress(EngineStopped):
             while self._watching:
@@ -210,7 +209,7 @@ class FrameServer:
         self._engine.end_snapshots()
 
     def closed(self, connection: _Connection) -> None:
-        """Forget a lost connection."""
+        """Remove a lost connection, which may leave the server idle."""
         self._watching.discard(connection)
         self._unidentified.discard(connection)
         self._connections.discard(connection)
@@ -219,7 +218,7 @@ class FrameServer:
 
 
 class _Connection(asyncio.Protocol):
-    """The replica's end of one connection. It serves as a FrameStream after the ingress has sent the secret."""
+    """The replica's end of one connection. Serves as a `FrameStream` after the ingress has sent the secret."""
 
     def __init__(self, server: FrameServer) -> None:
         self._server = server
@@ -268,7 +267,7 @@ class _Connection(asyncio.Protocol):
                     session.send_metrics(self._server.measured())
 
     def _take_hello(self, data: bytes) -> bytes:
-        """Read the first line, and return the bytes that follow it."""
+        """Read the first line, and return the bytes after it."""
         self._line += data
         if b"\n" not in self._line and len(self._line) <= MAX_HELLO_BYTES:
             return b""
@@ -306,7 +305,7 @@ class _Connection(asyncio.Protocol):
 
 
 def report_of_engine(engine: AsyncEngine, *, group: str = "", weights: int = 0) -> ReplicaReport:
-    """Return the report of the replica with this engine. `weights`: the digest of the model's files."""
+    """Return the report of the replica that runs this engine. `weights` is the digest of the model's files."""
     return report_of(
         engine.stats(),
         num_requests=engine.num_requests,

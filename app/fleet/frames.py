@@ -1,14 +1,14 @@
 """The messages between ingresses and replicas, and their encoding as bytes.
 
-An ingress sends requests and aborts. A replica sends frames. A frame has everything that is new since the last frame.
+An ingress sends requests and aborts. A replica sends frames, each with everything that is new since the last frame.
 
-msgpack holds plain values only, so bytes from a socket cannot run code. A message starts with its version and its
-length. The fields of messages are encoded by position, and the fields of a request by name. A reader ignores unknown
-fields and uses the defaults of missing fields. Replicas and ingresses of neighbouring versions therefore understand
-each other if new fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
+Messages are encoded with msgpack, which holds plain values only, so bytes from a socket cannot run code. A message
+starts with its version and its length. Its fields are encoded by position, and a request's fields by name. A reader
+ignores unknown fields and uses defaults for missing ones, so that neighbouring versions understand each other if new
+fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
 
-A replica that ignored a field of a request would generate tokens that the client did not ask for. A replica therefore
-lists its known fields in its first frame, and an ingress sends a request only to a replica that knows all its fields.
+A replica that ignored a request field would generate tokens that the client did not ask for. A replica therefore lists
+its known fields in its first frame, and an ingress sends a request only to replicas that know all of its fields.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from app.fleet.dispatch import PrefixChanges, ReplicaReport
 from app.fleet.dispatch.ledger import Count
 
 FRAME_VERSION = 2
-# A reader buffers a message until its end, so the size is limited. A frame reaches about this size if its ingress was
-# slow for half a minute and each token has 20 log-probabilities.
+# A reader buffers each message until it is complete, so the size is limited. A frame reaches about this size if its
+# ingress was slow for half a minute and each token carries 20 log-probabilities.
 MAX_MESSAGE_BYTES = 1 << 26
 
 _HEADER = struct.Struct(">BI")  # version, number of bytes that follow
 
 
 class InvalidFrame(ValueError):
-    """Raised for bytes that are not a message, or that are a message of another version."""
+    """Raised for bytes that do not form a message of this version."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One frame of a replica's stream. Frames are numbered from 0; a missing number means that tokens were lost."""
+    """One frame of a replica's stream. Frames are numbered from 0; a missing number shows that tokens were lost."""
 
     number: int
     report: ReplicaReport
@@ -53,27 +53,27 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Asks a replica to serve a request. The replica sends deltas in frames; an error is in the last delta."""
+    """Asks a replica to serve a request. Its deltas arrive in frames; the last delta carries the error, if any."""
 
     request: Request
-    # Tokens that the ingress expects the replica to prefill; None means all prompt tokens and all generated tokens.
+    # Tokens that the ingress expects the replica to prefill. None means all prompt tokens and all generated tokens.
     num_prefill_tokens: Count | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Asks a replica to end a request. Nothing happens if the replica does not have the request."""
+    """Asks a replica to end a request. A replica ignores unknown requests."""
 
     request_id: str
 
 
 class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Starts or stops the views in the ingress's frames. Only for replicas with `ReplicaReport.sends_views`."""
+    """Starts or stops views in the frames to this ingress. Only for replicas that report `sends_views`."""
 
     is_watched: bool
 
 
 class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Asks for the replica's metrics once. Only for replicas with `ReplicaReport.sends_metrics`."""
+    """Asks for the replica's metrics once. Only for replicas that report `sends_metrics`."""
 
 
 Message = SubmitRequest | AbortRequest | WatchEngine | AskMetrics
@@ -105,7 +105,7 @@ def used_fields(value: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{field.name}={item.value}"
 
 
-# The request fields that this version knows. Nested fields have a dot, and each value of an enumeration has an entry.
+# The request fields that this version knows. Nested fields contain a dot, and each value of an enumeration is listed.
 REQUEST_FIELDS = frozenset(_fields_of(Request))
 
 # The request fields that only the choice of a replica uses. A replica may ignore them.
@@ -143,7 +143,7 @@ def report_of(
     backend: ChosenBackend | None = None,
     num_prompt_tokens_of_others: int | None = None,
 ) -> ReplicaReport:
-    """Return a replica's report, from its engine's statistics and from values that the statistics lack."""
+    """Return a replica's report, from its engine's statistics and the values that the statistics do not include."""
     return ReplicaReport(
         group=group,
         num_requests=num_requests,
@@ -171,7 +171,7 @@ def report_of(
 
 
 def encode(message: Frame | Message) -> bytes:
-    """Return the bytes of a message, with the header."""
+    """Return a message as bytes, including the header."""
     body = _encode(message)
     return _HEADER.pack(FRAME_VERSION, len(body)) + body
 
@@ -180,12 +180,12 @@ class StreamDecoder(Generic[ReceivedT]):
     """Decodes a stream of bytes into frames, or into messages of an ingress."""
 
     def __init__(self, decode: Callable[[memoryview], ReceivedT]) -> None:
-        """Use `frame_decoder` or `message_decoder` in place of this constructor."""
+        """Call `frame_decoder` or `message_decoder` instead of this constructor."""
         self._decode: Callable[[memoryview], ReceivedT] = decode
         self._begun = bytearray()  # bytes of an incomplete message
 
     def feed(self, data: bytes) -> list[ReceivedT]:
-        """Return the messages that end within `data`. Raises InvalidFrame; the stream is unusable after that."""
+        """Return the messages that `data` completes. Raises InvalidFrame, after which the stream cannot be used."""
         if self._begun:
             self._begun += data
         received: list[ReceivedT] = []

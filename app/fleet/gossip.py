@@ -1,4 +1,4 @@
-"""A table that the processes of one model share. Each process has a copy; the latest entry of a name wins."""
+"""A table that the processes of one model share. Each process stores a copy; the latest entry of a name wins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Entry(NamedTuple):
     """The latest value of a name."""
 
     at: float  # wall time of the entry, in seconds; 0 for an entry from the config
-    value: Any  # None: the name was removed
+    value: Any  # None if the name was removed
 
 
 Table = Mapping[str, Entry]  # by name; never changed, only replaced
@@ -31,10 +31,10 @@ def merged(tables: Iterable[Table]) -> dict[str, Entry]:
 def with_entry(table: Table, name: str, value: Any, *, now: float) -> dict[str, Entry]:
     """Return a copy of the table with a new value for a name."""
     before = table.get(name)
-    # The new entry must be later than the previous one, even if another clock that runs ahead made the previous one.
+    # The new entry must be later than the previous one, even if the previous one came from a clock that runs ahead.
     return {**table, name: Entry(max(now, 0.0 if before is None else before.at + 0.001), value)}
 
 
 def adapters_in(table: Table) -> list[Adapter]:
-    """Return the LoRA adapters that are served."""
+    """Return the LoRA adapters in the table. Removed adapters are left out."""
     return [entry.value for entry in table.values() if isinstance(entry.value, Adapter)]

@@ -1,4 +1,4 @@
-"""An unfinished request of an ingress: its tokens so far, and the attempt that serves the request now."""
+"""An unfinished request of an ingress: its tokens so far, and the attempt that currently serves it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from app.fleet.dispatch import Decision
 
 
 class ReplicaLost(Exception):
-    """The replica of a request will send no more deltas. Another replica can resume the request."""
+    """Raised when a request's replica will send no more deltas. Another replica can resume the request."""
 
     def __init__(self, message: str, *, reason: str, avoid: Collection[str] = frozenset()) -> None:
-        """`reason`: one word for metrics. The message is for the log. `avoid`: other replicas that cannot resume it."""
+        """`message` is for the log, `reason` (one word) for metrics. `avoid`: other replicas that cannot resume it."""
         super().__init__(message)
         self.reason = reason
         self.avoid = avoid
 
 
 class RequestLeft(ReplicaLost):
-    """A request resumes on another replica though nothing has failed."""
+    """Raised when a request resumes on another replica although nothing has failed."""
 
 
 class Turns:
-    """Makes calls in their order, a few in each turn of the event loop, so that other work can run in between."""
+    """Runs calls in order, a few in each turn of the event loop, so that other work can run in between."""
 
     def __init__(self, *, at_once: int = 16) -> None:
         """`at_once`: the largest number of calls in one turn."""
@@ -38,7 +38,7 @@ class Turns:
         self._next: asyncio.Handle | None = None
 
     def add(self, call: Callable[[], object]) -> None:
-        """Make a call after all calls that were added before."""
+        """Schedule a call after all calls that were added before it."""
         self._calls.append(call)
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._take)
@@ -54,37 +54,38 @@ class Turns:
 class InFlightRequest:
     """One request of an ingress, served by one attempt after another. It belongs to one event loop and has one reader.
 
-    Every token that the reader gets is stored. Randomness is a function of seed and position (see
-    `app/model/sampler.py`), so these tokens are the whole state: a replica that gets the prompt and the tokens resumes
-    the request exactly as the previous replica would have continued.
+    The request stores every token that its reader receives. Randomness is a function of seed and position (see
+    `app/model/sampler.py`), so these tokens are the whole state: a replica that receives the prompt and the tokens
+    resumes the request exactly as the previous replica would have continued.
 
-    Each attempt has its own id. Deltas of an earlier attempt are not delivered.
+    Each attempt uses its own id, so that deltas of earlier attempts are recognized and ignored.
 
-    While the reader waits for tokens, `take` gets the tokens immediately, so that no task wakes up for each token.
+    While the reader waits, `take` receives the tokens immediately, so that no task wakes up for each token.
     """
 
     __slots__ = (
-        "__weakref__", "_began_at", "_error", "_is_in_text", "_num_cached_tokens", "_num_left", "_num_scored_tokens",
-        "_num_sent", "_num_unscored", "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended",
+        "__weakref__", "_began_at", "_error", "_num_cached_tokens", "_num_left", "_num_scored_tokens", "_num_sent",
+        "_num_unscored", "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended", "has_first_token",
         "is_accepted", "is_done", "leaves_after_prompt", "left", "lost_at", "num_attempts", "num_times_short",
         "prefixes_at", "replica_id", "request", "sent", "take", "weights",
     )  # fmt: skip
 
     def __init__(self, request: Request, *, began_at: float, turns: Turns) -> None:
-        """`turns` wakes the readers of requests that have lost their replicas. These may be thousands at once."""
+        """`turns` wakes the readers of requests that have lost their replicas, which may be thousands at once."""
         self._turns = turns
         self.request = request  # as its caller sent it
-        # Takes a delta between the first tokens and the end in place of the reader. False: the reader must take it.
+        # Accepts the deltas between the first tokens and the end in place of the reader. If it returns False, the
+        # reader receives the delta.
         self.take: Callable[[TokenDelta], bool] | None = None
         self.num_attempts = 0
         self.num_times_short = 0  # how often the request left a replica that was short of memory
         self.weights = 0  # digest of the weights that generated its tokens; 0 while unknown
         self.lost_at: float | None = None  # when its last replica was lost or left, by the clock of `began_at`
-        self.left: PrefixSource | None = None  # the replica that the request left, if it still has the KV memory
+        self.left: PrefixSource | None = None  # the replica that the request left, if its KV memory can be fetched
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
-        self._num_sent = 0  # tokens and scores that the current replica was given
+        self._num_sent = 0  # tokens and scores that the current attempt started with
         self._num_cached_tokens: int | None = None  # on the first replica, so that the reported usage does not change
 
     @property
@@ -94,12 +95,12 @@ class InFlightRequest:
 
     @property
     def needs_weights(self) -> int:
-        """Digest of the only weights that can resume the request; 0 while it has no tokens and any weights will do."""
+        """Digest of the only weights that can resume the request; 0 if any weights can, because it has no tokens."""
         return self.weights if self._token_ids or self._num_scored_tokens else 0
 
     @property
     def has_progressed(self) -> bool:
-        """Whether the current attempt, or the last one, has brought a token or a prompt token's score."""
+        """Whether the current or last attempt has produced a token or a prompt token's score."""
         return len(self._token_ids) + self._num_scored_tokens > self._num_sent
 
     # ------------------------------------------------------------------ attempts
@@ -117,7 +118,7 @@ class InFlightRequest:
         return deadline_s
 
     def begin_attempt(self, now: float) -> Request:
-        """Return the request for the next replica: with a new id, the tokens so far and the remaining time.
+        """Return the request for the next replica, with a new id, the tokens so far and the remaining time.
 
         Raises DeadlineMissed if no time is left.
         """
@@ -137,18 +138,18 @@ class InFlightRequest:
         num_scores = 0 if sampling.prompt_logprobs is None else len(self.request.prompt_token_ids) - 1
         self._num_unscored = num_scores - self._num_scored_tokens
         self._num_sent = len(self._token_ids) + self._num_scored_tokens
-        self.sent = sent  # the request as this attempt has it
+        self.sent = sent  # the request as this attempt sends it
         self.decision: Decision | None = None  # set by `place`
         self.replica_id = ""  # set by `place`
-        self.prefixes_at: tuple[str, int, str] | None = None  # the address where others may fetch its KV memory
-        self.leaves_after_prompt = False  # another replica continues after the first token
-        self.is_accepted = False  # the replica has queued the request
-        self.has_ended = False  # the attempt accepts no more deltas
-        self.is_done = False  # a stop or the limit has ended the request, and the reader has seen the end
-        self._is_in_text = False  # the reader has had a token of this attempt
+        self.prefixes_at: tuple[str, int, str] | None = None  # where other replicas may fetch its KV memory
+        self.leaves_after_prompt = False  # whether another replica continues after the first token
+        self.is_accepted = False  # whether the replica has queued the request
+        self.has_ended = False  # whether the attempt ignores further deltas
+        self.is_done = False  # whether the reader has received the finish reason
+        self.has_first_token = False  # whether the reader has received a token of this attempt
         self._unread: UnreadDelta | None = None  # deltas that the reader has not taken
         self._error: Exception | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the future of the reader while it waits
+        self._waiting: asyncio.Future[None] | None = None  # the reader waits for this future
         return sent
 
     def place(self, decision: Decision, *, weights: int = 0, prefixes_at: tuple[str, int, str] | None = None) -> None:
@@ -177,14 +178,14 @@ class InFlightRequest:
             raise ReplicaLost("it sent more tokens than a request asks for", reason="broken")
         if delta.logprobs or delta.prompt_logprobs:
             self._check_logprobs(delta)
-        if self._is_in_text and self.take is not None and self._is_taken(delta, self.take):
+        if self.has_first_token and self.take is not None and self._is_taken(delta, self.take):
             return
         self.is_accepted = self.is_accepted or delta.error is None
         self.has_ended = delta.finish_reason is not None
         if delta.error is not None:
             delta = self._take_error(delta, delta.error)
         if self._error is None or delta.token_ids:
-            # A client may pause for long, and a stored delta per token would take fifty times the memory of a token id.
+            # A client may pause for long. One stored delta per token would use fifty times the memory of a token id.
             self._unread = with_next(self._unread, delta)
         self._wake()
 
@@ -201,7 +202,7 @@ class InFlightRequest:
             raise ReplicaLost("it sent more log-probabilities than a request asks for", reason="broken")
 
     def _is_taken(self, delta: TokenDelta, take: Callable[[TokenDelta], bool]) -> bool:
-        """Whether `take` has taken the delta, so that the reader can keep waiting."""
+        """Offer a delta to `take`. Returns False if the reader must receive the delta."""
         if delta.finish_reason is not None or self._waiting is None or self._waiting.done():
             return False
         seen = self._seen(delta)
@@ -215,7 +216,7 @@ class InFlightRequest:
         return True
 
     def _take_error(self, delta: TokenDelta, error: CarouselError) -> TokenDelta:
-        # An engine that stops, or a device that fails on every request, says nothing about this request.
+        # If the engine stops or the device fails for every request, this request can resume on another replica.
         is_its_own = not isinstance(error, EngineStopped | DeviceFault)
         self._error = error if is_its_own else ReplicaLost(str(error), reason="engine_failed")
         return structs.replace(delta, finish_reason=None, error=None)
@@ -232,7 +233,7 @@ class InFlightRequest:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake the reader for a delta or an error; for a lost replica, in turn."""
+        """Wake the reader for a delta or an error. `Turns` spreads out the readers of a lost replica."""
         if self._waiting is None or self._waiting.done():
             return
         if isinstance(self._error, ReplicaLost):
@@ -247,14 +248,14 @@ class InFlightRequest:
             self._waiting.set_result(None)
 
     async def next(self) -> TokenDelta:
-        """Wait for news and return all accumulated deltas as one. An error is raised after the tokens were returned.
+        """Wait for a delta or an error, and return all accumulated deltas as one. Errors are raised after the tokens.
 
         Raises:
-            ReplicaLost: the replica is gone.
+            ReplicaLost: the replica is lost, or the request leaves it.
             CarouselError: the replica refused the request, or the request ended with an error.
         """
         if self._unread is None and self._error is None:
-            # A bare future costs half as much as an Event, and the reader waits here for every token.
+            # A bare future takes half the time of an Event, and the reader may wait here for every token.
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         if self._unread is not None:
@@ -273,13 +274,13 @@ class InFlightRequest:
         self._token_ids.extend(delta.token_ids)
         if delta.prompt_logprobs:
             self._num_scored_tokens += len(delta.prompt_logprobs)
-        if delta.token_ids and not self._is_in_text:
-            self._is_in_text = True
+        if delta.token_ids and not self.has_first_token:
+            self.has_first_token = True
             if self._num_cached_tokens is None:
                 self._num_cached_tokens = delta.num_cached_tokens
 
     def _seen(self, delta: TokenDelta) -> TokenDelta:
-        """Return a delta as the caller sees it: with the caller's request id and the first count of cached tokens."""
+        """Return a delta for the caller: with the original request id and the first replica's cached tokens."""
         num_cached_tokens = self._num_cached_tokens
         if num_cached_tokens is None:
             num_cached_tokens = delta.num_cached_tokens if delta.token_ids else 0

@@ -1,4 +1,4 @@
-"""The replica's end of the stream to one ingress: the ingress's requests, and their deltas that are not sent yet."""
+"""The replica's end of the stream to one ingress: the ingress's requests and their unsent deltas."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class FrameStream(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the ingress keeps up. `IngressSession.flush` must be called when this becomes true again."""
+        """Whether the ingress keeps up. The owner calls `IngressSession.flush` when this becomes true again."""
         ...
 
 
 class IngressSession:
-    """Submits the requests of one ingress and sends their deltas as frames. For one event loop and one stream.
+    """Submits the requests of one ingress and sends their deltas as frames. Uses one event loop and one stream.
 
-    A slow ingress gets fewer and longer frames. The tokens of the requests bound the size of the unsent deltas.
+    A slow ingress receives fewer and longer frames. The requests' token limits bound the size of the unsent deltas.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class IngressSession:
     ) -> None:
         """Send a first frame at once. Further frames follow for every change, and at least every `heartbeat_s`.
 
-        `report` is called for each frame. `on_idle` is called when the session has no more requests. The session closes
-        `prefixes` when it is closed. `prompts` counts the prompts of all sessions.
+        `report` is called for each frame, and `on_idle` when the session has no more requests. The session owns and
+        closes `prefixes`. `prompts` counts the prompts of all sessions.
         """
         self._stream = stream
         self._engine = engine
@@ -64,8 +64,8 @@ class IngressSession:
         self._prompts = prompts.open(self._report_prompts)
         # The unsent deltas by request id, in the order of each request's first unsent delta.
         self._deltas: dict[str, UnreadDelta] = {}
-        self._open: set[str] = set()  # ids of the requests that the engine has
-        self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until grammar and adapter are ready
+        self._open: set[str] = set()  # ids of the requests that the engine serves
+        self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until its grammar and adapter are ready
         self._view: EngineSnapshot | None = None  # the unsent view
         self._metrics: bytes | None = None  # the unsent metrics
         self._next_number = 0  # number of the next frame
@@ -79,9 +79,9 @@ class IngressSession:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: Request, *, num_prefill_tokens: int | None = None) -> None:
-        """Serve a request. Its first delta says that the request is queued, or has the error of a refusal.
+        """Serve a request. Its first delta reports that the request is queued, or carries the error of a refusal.
 
-        num_prefill_tokens: see `SubmitRequest`.
+        `num_prefill_tokens` is described in `SubmitRequest`.
         """
         if num_prefill_tokens is None:
             num_prefill_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
@@ -112,7 +112,7 @@ class IngressSession:
         request_id = request.request_id
         self._open.add(request_id)
         self._deltas[request_id] = TokenDelta(request_id, (), queued=queued, ignored=ignored_by(matcher))
-        # The delta that says that a request is queued waits this long for the first token, to save a frame.
+        # The delta of a queued request waits this long for the first token, to save a frame.
         queued_delay_s = 0.05
         if self._queued_timer is None:
             self._queued_timer = asyncio.get_running_loop().call_later(queued_delay_s, self._flush_queued)
@@ -128,7 +128,7 @@ class IngressSession:
         self.put_all([TokenDelta(request.request_id, (), FinishReason.ERROR, error=error)])
 
     def abort(self, request_id: str) -> None:
-        """End a request, free its blocks and soon report its free slot. Nothing happens if the request has ended."""
+        """End a request, free its blocks and soon report its free slot. An ended request is ignored."""
         preparing = self._preparing.pop(request_id, None)
         if preparing is not None:
             preparing.cancel()
@@ -141,20 +141,21 @@ class IngressSession:
         self._check_idle()
 
     def _report_soon(self) -> None:
-        """Report soon after an abort: until then, the ingress attributes the aborted prompt to other ingresses."""
+        """Report soon after an abort, because the ingress attributes the aborted prompt to others until the report."""
         if self._aborted_timer is not None:
             self._aborted_timer.cancel()
-        # One frame reports a series of aborts. The engine has freed the slots by then, at its next step.
+        # The delay lets one frame report a series of aborts, and lets the engine free the slots in its next step.
         aborted_delay_s = 0.05
         self._aborted_timer = asyncio.get_running_loop().call_later(
             aborted_delay_s, lambda: self.flush(even_without_deltas=True)
         )
 
     def _report_prompts(self) -> None:
-        """Report soon how many prompt tokens other ingresses have sent: in the next turn of the event loop or later.
+        """Soon report how many uncomputed prompt tokens other ingresses have sent.
 
         The number changes all the time on a replica with many short requests, and an ingress treats a replica that
-        sends too much without deltas as broken (`FrameReader`). Reports that name many adapters are therefore rarer.
+        sends too much without deltas as broken (see `FrameReader`). Reports are therefore at least 10 ms apart, and
+        further apart if they name many adapters.
         """
         if self._prompts_timer is None:
             loop, pause_s = asyncio.get_running_loop(), 0.01 * (1 + self._num_adapters / 64)
@@ -166,7 +167,7 @@ class IngressSession:
         self.flush(even_without_deltas=True)
 
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:
-        """Send these deltas of the ingress's requests, or store them while the ingress is slow."""
+        """Send deltas for the ingress's requests, or merge and store them while the ingress is slow."""
         kept = self._deltas
         for delta in deltas:
             kept[delta.request_id] = with_next(kept.get(delta.request_id), delta)
@@ -182,7 +183,7 @@ class IngressSession:
         return not (self._open or self._preparing or self._deltas)
 
     def close(self) -> None:
-        """End all requests, after the end of the stream. The ingress resumes the requests on other replicas."""
+        """End all requests after the stream has ended. The ingress resumes them on other replicas."""
         self._timer.cancel()
         self._prefixes.close()
         self._prompts.close()
@@ -201,16 +202,16 @@ class IngressSession:
     # ------------------------------------------------------------------ the stream
 
     def flush(self, *, even_without_deltas: bool = False) -> None:
-        """Send the stored deltas while the ingress keeps up. Without deltas, nothing is sent by default."""
+        """Send the stored deltas if the ingress keeps up. Without deltas, nothing is sent by default."""
         if (self._deltas or even_without_deltas) and self._stream.is_writable:
             self._send_frame()
             if not self._open:
                 self._check_idle()
 
     def show(self, view: EngineSnapshot) -> None:
-        """Send a view with the frame of the next step, to save a frame; at once if the ingress has no request here.
+        """Send a view with the next step's frame, to save a frame, or at once if the ingress has no request here.
 
-        A slow ingress gets only the newest view.
+        A slow ingress receives only the newest view.
         """
         if self._view is not None:  # no frame was sent since the last view
             self.flush(even_without_deltas=True)
@@ -219,7 +220,7 @@ class IngressSession:
             self.flush(even_without_deltas=True)
 
     def send_metrics(self, metrics: bytes) -> None:
-        """Send the metrics of this replica at once. A slow ingress gets only the newest metrics."""
+        """Send this replica's metrics at once. A slow ingress receives only the newest metrics."""
         self._metrics = metrics
         self.flush(even_without_deltas=True)
 
@@ -241,7 +242,7 @@ class IngressSession:
         self._stream.send(frame)
 
     def _beat(self) -> None:
-        """Send a heartbeat if no frame was sent for `heartbeat_s`. Other frames do not restart the timer."""
+        """Send a heartbeat if no frame was sent for `heartbeat_s`. To save time, frames do not restart the timer."""
         loop = asyncio.get_running_loop()
         wait_s = self._sent_at + self._heartbeat_s - loop.time()
         if wait_s <= 0:

@@ -1,4 +1,4 @@
-"""Reports the prefixes that a replica has cached to the ingresses."""
+"""Reports a replica's cached prefixes to the ingresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.fleet.dispatch import PrefixChanges, is_indexed
 
 
 class PrefixFeed:
-    """The prefixes that an engine has cached. The engine's thread notes changes, and ingress sessions read them.
+    """The cached prefixes of an engine. The engine's thread notes changes, and ingress sessions read them.
 
     The idea comes from the KV events of vLLM and NVIDIA Dynamo.
     """
@@ -24,7 +24,7 @@ class PrefixFeed:
         self._readers: set[PrefixReader] = set()
 
     def note(self, prefix: Prefix, is_held: bool) -> None:
-        """Note that a prefix was cached (`is_held`), or that its last block was handed out."""
+        """Note that a prefix was cached (`is_held`), or that its last block was evicted."""
         if not is_indexed(prefix.num_blocks):
             return
         digest = prefix.digest
@@ -34,7 +34,7 @@ class PrefixFeed:
                 del self.held[digest]
             for reader in self._readers:
                 reader.changed.add(digest)
-                if len(reader.changed) > 2 * len(self.held) + 1024:  # a list of all held prefixes is shorter
+                if len(reader.changed) > 2 * len(self.held) + 1024:  # listing all held prefixes is shorter
                     reader.is_new = True
                     reader.changed.clear()
 
@@ -52,15 +52,15 @@ class PrefixFeed:
 
 
 class PrefixReader:
-    """The changes that one ingress has not received."""
+    """The changes that one ingress has not received yet."""
 
     def __init__(self, feed: PrefixFeed) -> None:
         self._feed = feed
         self.changed: set[int] = set()  # digests
-        self.is_new = True  # the next `take` returns all prefixes
+        self.is_new = True  # whether the next `take` returns all prefixes
 
     def take(self) -> PrefixChanges | None:
-        """Return the changes since the last call, or all prefixes in the first call; None if there is nothing new."""
+        """Return the changes since the last call, or None. The first call, and one after many changes, return all."""
         if not (self.changed or self.is_new):
             return None
         with self._feed.lock:
@@ -72,5 +72,5 @@ class PrefixReader:
         return PrefixChanges(held=held.tobytes(), gone=array("q", changed.difference(held)).tobytes())
 
     def close(self) -> None:
-        """Stop collecting changes for this reader."""
+        """Stop collecting changes. The reader must not be used afterwards."""
         self._feed.close(self)

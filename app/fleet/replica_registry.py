@@ -1,4 +1,4 @@
-"""The knowledge of one process about a model's replicas: their ids, their states, and the work sent to them."""
+"""Records one process's view of a model's replicas: their ids, their states, and the work sent to them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from app.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
 
-MIN_FETCHED_TOKENS = 256  # smallest fetch from another replica: fewer tokens are computed in a few steps
-SMALL_FLEET = 24  # in a fleet of at most this size, dispatch looks at all replicas for each request
-# In a larger fleet, dispatch looks at SOME replicas first, and at MANY if none of these takes the request. In addition,
-# it looks at NUM_NEAR replicas that have cached the request's prefix, and at NUM_NEAR that have loaded its adapter.
+MIN_FETCHED_TOKENS = 256  # fewer tokens are not fetched from another replica: a few steps compute them
+SMALL_FLEET = 24  # in a fleet of at most this size, dispatch considers all replicas for each request
+# In a larger fleet, dispatch considers SOME replicas first, and MANY if none of these accepts the request. Both sets
+# also include up to NUM_NEAR replicas that cache the request's prefix and NUM_NEAR that have loaded its adapter.
 SOME, MANY, NUM_NEAR = 12, 96, 8
-FULL_LIFE_S = 1.0  # after this time, a large fleet that was full is searched again, because the reports may be too old
+FULL_LIFE_S = 1.0  # after this time, a large fleet that was full is searched again, because its reports may be outdated
 
 
 @dataclass(slots=True)
 class _Full:
-    """The state after all replicas were full for a foreground or a background request."""
+    """Remembers that all replicas were full, so that the next requests need not search a large fleet again."""
 
     until: float  # the time at which this state expires
     num_requests: int  # requests on all replicas
@@ -54,9 +54,9 @@ class _Full:
 
 
 class ReplicaRegistry:
-    """Knows the replicas that take requests, and chooses one for each request. One for each model and event loop.
+    """Tracks the replicas that accept requests, and chooses one for each request. One per model and event loop.
 
-    A fleet places its requests here. Frame readers pass the reports of replicas. Serve's router sets the replica ids.
+    A fleet places its requests here, frame readers pass the replicas' reports, and Serve's router sets the replica ids.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class ReplicaRegistry:
         clock: Callable[[], float],
         has_roles: bool = False,
     ) -> None:
-        """`block_size`: tokens in a KV block, the unit of shared prefixes. `has_roles`: the groups are roles."""
+        """`block_size`: tokens per KV block, the unit of shared prefixes. `has_roles`: the groups are roles."""
         self._policy = policy
         self._groups = groups
         self.has_roles = has_roles
         self._clock = clock
-        # The replicas that take requests now, sorted. A leaving replica is not among them, though it ends its requests.
+        # The replicas that accept requests, sorted. A leaving replica still finishes its requests, but is not listed.
         self.replica_ids: Sequence[str] = ()
         self._members: frozenset[str] = frozenset()  # `replica_ids` as a set
         self._ledger = Ledger()
@@ -81,18 +81,18 @@ class ReplicaRegistry:
         self.num_prefill_tokens = self._ledger.num_prefill_tokens
         self._lengths = OutputLengths(by_median=False)  # the mean, because the work of several requests is added up
         self._sessions = Sessions()
-        self._calls = Sessions(max_sessions=10_000)  # calls of many requests that share a prefix
+        self._calls = Sessions(max_sessions=10_000)  # calls that consist of many requests with a shared prefix
         self._block_size = block_size
         self._prefixes = PrefixIndex(block_size=block_size)
         self.addresses = self._prefixes.addresses
         self._has_kv_memory = False  # by the last report
-        # By an adapter's digest, the replicas that have loaded the adapter or were sent a request with it.
+        # Maps an adapter's digest to the replicas that have loaded the adapter or were sent a request with it.
         self._with_adapter: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._retry_times = RetryTimes()
-        self._weights = 0  # the digest in the last report
-        self._num_of_weights: Counter[int] = Counter()  # the number of replicas by digest
-        self._differing: frozenset[str] = frozenset()  # replicas whose other weights were logged
-        self._unknown_fields: dict[str, frozenset[str]] = {}  # request fields by the replica that does not know them
+        self._weights = 0  # digest of the weights in the last report
+        self._num_of_weights: Counter[int] = Counter()  # number of replicas by digest
+        self._differing: frozenset[str] = frozenset()  # replicas that were logged for their different weights
+        self._unknown_fields: dict[str, frozenset[str]] = {}  # by replica: the request fields that it does not know
         self.last_decision: Decision | None = None
         self._decisions: dict[str, Decision] = {}  # the last decision for each replica
         self._full: dict[bool, _Full] = {}  # by `is_background` of the requests
@@ -101,14 +101,14 @@ class ReplicaRegistry:
     # ------------------------------------------------------------------ one request
 
     def place(self, request: Request, replica_ids: Sequence[str], *, avoid: Collection[str] = frozenset()) -> Decision:
-        """Choose a replica for a request and charge the replica with the request until `end`. The ids are sorted.
+        """Choose one of the sorted `replica_ids` for a request, and charge it with the request until `end`.
 
-        Suspects, and the replicas to `avoid` (they have just refused or lost it), are chosen only if there is no other.
+        Suspects and the replicas to `avoid`, which have just refused or lost the request, are the last resort.
 
         Raises:
             InvalidRequest: the request names an unknown group.
-            Overloaded: every replica is known to be full, or none has a slot and the request may not wait for a slot.
-            Unavailable: the request has an adapter, and no replica supports adapters.
+            Overloaded: all replicas are full, or none has a free slot and the request may not wait for one.
+            Unavailable: the request needs an adapter, and no replica supports adapters.
         """
         session = request.session
         group = self._groups.choose(
@@ -165,9 +165,9 @@ class ReplicaRegistry:
     ) -> Iterator[Sequence[str]]:
         """Yield the replicas to choose from: all in a small fleet; in a large fleet some, then more, then all.
 
-        The caller asks for the next set if no replica of this set takes the request. `cached` has the replicas with the
-        prefix, the longest match first. If all replicas were full a moment ago, the first set has the replicas with
-        room since then, and the next step raises Overloaded; only a constrained request may then look at all replicas.
+        The caller asks for the next set if no replica of this set accepts the request. `cached` lists the replicas with
+        the prefix, the longest match first. If all replicas were full a moment ago, the first set holds the replicas
+        with room since then. After this set, only a constrained request may search all; others raise Overloaded.
         """
         if len(replica_ids) <= SMALL_FLEET:
             yield replica_ids
@@ -191,20 +191,20 @@ class ReplicaRegistry:
         yield replica_ids
 
     def _role_of(self, request: Request, candidates: Sequence[Candidate]) -> str:
-        """Return the role that computes a request first: PREFILL for a long uncached prompt, otherwise DECODE."""
+        """Return the role that runs a request first: PREFILL for a long uncached prompt, otherwise DECODE."""
         if request.generated_token_ids or request.sampling.prompt_logprobs is not None:
             return DECODE
         num_cached = max((each.num_cached_tokens for each in candidates if each.group == DECODE), default=0)
         return PREFILL if len(request.prompt_token_ids) - num_cached >= MIN_FETCHED_TOKENS else DECODE
 
     def is_split(self, decision: Decision, replica_ids: Collection[str]) -> bool:
-        """Whether a request with this decision continues on another of these replicas after its prefill."""
+        """Whether a request with this decision moves to another of these replicas after its prefill."""
         is_prompt = decision.candidates[0].group == PREFILL
         reports = (self._ledger.replica(each).report for each in replica_ids)
         return is_prompt and any(report is not None and report.group == DECODE for report in reports)
 
     def prefix_at(self, decision: Decision) -> PrefixSource | None:
-        """Return the replica from which the chosen one may fetch a prefix; None if no replica has cached much more."""
+        """Return the replica from which the chosen one may fetch a prefix; None if no replica caches enough of it."""
         chosen = decision.candidates[0]
         most = max(decision.candidates, key=lambda each: each.num_cached_tokens)
         address = self.addresses.get(most.replica_id)
@@ -213,7 +213,7 @@ class ReplicaRegistry:
         return PrefixSource(Address._make(address), most.num_cached_tokens // self._block_size)
 
     def have_room(self, request: Request, num_generated: int, replica_ids: Collection[str]) -> set[str]:
-        """Return the replicas with a free slot and 1.25 times the KV memory that the request needs until its end."""
+        """Return the replicas with a free slot and 1.25 times the KV memory that the rest of the request needs."""
         max_tokens = request.sampling.max_tokens
         expected = self._lengths.expected((max_tokens.bit_length(), None), at_least=num_generated, at_most=max_tokens)
         num_tokens = len(request.prompt_token_ids) + max(num_generated + self._block_size, expected or max_tokens)
@@ -231,8 +231,8 @@ class ReplicaRegistry:
     ) -> Sequence[Candidate]:
         """Return the candidates for the policy: trusted members of the group with room, if there are any.
 
-        are_all: the candidates are all replicas. Otherwise the result is empty if no candidate takes the request.
-        Raises Overloaded if all replicas are full, or if none has a slot and the request may not wait.
+        `are_all`: the candidates are all replicas. Otherwise the result is empty if no candidate accepts the request.
+        Raises Overloaded if all replicas are full, or if none has a free slot and the request may not wait.
         """
         if not are_all:
             there = [each for each in candidates if not each.is_suspect and (not group or each.group == group)]
@@ -242,9 +242,9 @@ class ReplicaRegistry:
             ]  # fmt: skip
             # The chosen replica may fetch the prefix from a full replica. No policy chooses a full replica.
             return [*taking, *(each for each in there if each.is_full and each.num_cached_tokens)] if taking else []
-        sound = [each for each in candidates if not each.is_suspect]
-        full = [each for each in sound if each.is_full]
-        if sound and len(full) == len(sound):
+        trusted = [each for each in candidates if not each.is_suspect]
+        full = [each for each in trusted if each.is_full]
+        if trusted and len(full) == len(trusted):
             num_requests = sum(each.num_requests for each in full)
             ended_per_s = self._ended_per_s
             if request.adapter is None and len(candidates) == len(self.replica_ids):
@@ -262,7 +262,7 @@ class ReplicaRegistry:
         return with_slot
 
     def _charge(self, request: Request, size: RequestSize, chosen: Candidate) -> None:
-        """Charge a replica before the request is sent: requests that are placed together must see each other."""
+        """Charge a replica before the request is sent, so that the next placement already counts this request."""
         self._ledger.place(
             request.request_id,
             chosen.replica_id,
@@ -278,26 +278,26 @@ class ReplicaRegistry:
             self._with_adapter[request.adapter.digest][chosen.replica_id] = None
 
     def _of_call(self, call: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the replica that has computed the shared prefix of a call; all candidates if that replica is full.
+        """Return the replica that has computed a call's shared prefix, or all candidates if that replica is full.
 
-        The replica's load does not count, because another replica would have to compute the prefix again.
+        The replica's load is ignored, because any other replica would have to compute the prefix again.
         """
         replica_id = self._calls.replica_of(call)
         return [each for each in candidates if each.replica_id == replica_id and not each.is_full] or candidates
 
     def _adapts(self, replica_id: str) -> bool:
-        """Whether a replica may get requests with adapters. A replica of a version without adapters ignores them."""
+        """Whether a replica may receive requests with adapters. A version without adapters would ignore the adapter."""
         report = self._ledger.replica(replica_id).report
         return report is None or report.adapters is not None
 
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
-        """Release the charge of an ended request. `num_generated`: its tokens if a stop or its limit has ended it."""
+        """Release a request's charge. `num_generated`: the length of its output if a stop or the limit ended it."""
         replica_id = self._ledger.end(request_id)
         if self._full and replica_id in self._members:
             self._note_room(replica_id)
         self._prefixes.end(request_id)
         if num_generated is not None:
-            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits, and for all
+            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits and for all
 
     def _note_room(self, replica_id: str) -> None:
         """Note a replica that may have room again after all replicas were full."""
@@ -316,21 +316,21 @@ class ReplicaRegistry:
         return sum(report.ended_per_s for report in self.reports.values())
 
     def _overloaded(self, problem: str, request: Request, *, ended_per_s: float) -> Overloaded:
-        """Return the error for a request that no replica can take, with the problem and the time until a retry."""
+        """Return the error for a request that no replica can accept, with the time after which to try again."""
         return Overloaded(
             f"{problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(
                 self._clock(),
                 ended_per_s=ended_per_s,
                 tenant=request.tenant,
-                takes_place=request.may_wait,
+                delays_others=request.may_wait,
             ),
         )
 
     # ------------------------------------------------------------------ the replicas
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
-        """Set the replicas that take requests from now on."""
+        """Set the replicas that accept requests from now on. The load of all other replicas is forgotten."""
         self.replica_ids, self._members = tuple(sorted(replica_ids)), frozenset(replica_ids)
         self._ledger.keep_only(self._members)
         self._full.clear()
@@ -346,7 +346,7 @@ class ReplicaRegistry:
         self.on_replicas(self.replica_ids)
 
     def note(self, replica_id: str, report: ReplicaReport, prefixes: PrefixChanges | None = None) -> None:
-        """Record a replica's report. The replica is trusted again. prefixes: the changes of its cached prefixes."""
+        """Record a replica's report and trust the replica again. `prefixes`: the changes to its cached prefixes."""
         if replica_id not in self._members:
             self._ledger.replica(replica_id).is_suspect = False
             return  # the replica is leaving
@@ -375,7 +375,7 @@ class ReplicaRegistry:
                 del self._with_adapter[digest]
 
     def note_fields(self, replica_id: str, known: Collection[str]) -> None:
-        """Record the request fields that a replica knows. Empty for a version that does not report its fields."""
+        """Record the request fields that a replica knows. `known` is empty for a version that does not report them."""
         unknown = REQUEST_FIELDS.difference(known or FIRST_REQUEST_FIELDS, DISPATCH_FIELDS)
         self._unknown_fields.pop(replica_id, None)
         if unknown:
@@ -384,7 +384,7 @@ class ReplicaRegistry:
     def unknown_field(self, replica_id: str, request: Request) -> str | None:
         """Return a field of the request that a replica does not know; None if the replica knows all fields."""
         unknown = self._unknown_fields.get(replica_id)
-        if unknown is None:  # the usual case needs no look at the fields of the request
+        if unknown is None:  # the usual case: the request's fields need not be checked
             return None
         return next((name for name in used_fields(request) if name in unknown), None)
 
@@ -394,15 +394,15 @@ class ReplicaRegistry:
 
     @property
     def some_lack_fields(self) -> bool:
-        """Whether there is a replica that does not know all request fields."""
+        """Whether any replica does not know all request fields."""
         return bool(self._unknown_fields)
 
     def some_differ_from(self, weights: int) -> bool:
-        """Whether any replica has reported other weights than these."""
+        """Whether any replica has reported different weights. `weights` is a digest."""
         return sum(self._num_of_weights.values()) > self._num_of_weights[0] + self._num_of_weights[weights]
 
     def has_weights(self, replica_id: str, weights: int) -> bool:
-        """Whether a replica can resume a request of these weights. True if the replica's weights are unknown (0)."""
+        """Whether a replica can resume a request that ran with these weights. True if its weights are unknown (0)."""
         report = self._ledger.replica(replica_id).report
         return report is None or report.weights in (0, weights)
 
@@ -427,21 +427,21 @@ class ReplicaRegistry:
         self._weights = weights or self._weights
 
     def suspect(self, replica_id: str) -> None:
-        """Mark a replica whose stream broke or is silent. The replica is chosen last until it reports again."""
+        """Mark a replica after its stream broke or fell silent. It is chosen last until it reports again."""
         self._ledger.replica(replica_id).is_suspect = True
 
     def is_suspect(self, replica_id: str) -> bool:
-        """Whether a replica's stream broke or is silent, and the replica has not reported since then."""
+        """Whether a replica's stream broke or fell silent, and the replica has not reported since then."""
         return self._ledger.replica(replica_id).is_suspect
 
     @property
     def reports(self) -> dict[str, ReplicaReport]:
-        """The last report of each replica that takes requests. Replicas without a report are left out."""
+        """The last report of each replica that accepts requests. Replicas without a report are left out."""
         reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self.replica_ids}
         return {replica_id: report for replica_id, report in reports.items() if report is not None}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return a readable description of each replica that takes requests now."""
+        """Return a readable description of each replica that accepts requests now."""
         candidates = self._ledger.candidates(self.replica_ids, now=self._clock())
         return [self._described(each, self._ledger.replica(each.replica_id).report) for each in candidates]
 

@@ -1,20 +1,20 @@
-"""Counts the prompt tokens that a replica has not computed, so that an ingress knows the other ingresses' work."""
+"""Counts the prompt tokens that a replica still has to compute, so that each ingress knows the load of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# A change of at least this size is reported at once, because another ingress may be choosing a replica now. Smaller
-# changes are reported in the next frame. In a simulation of 100 replicas at 80% load, 22% of the requests cause a
-# change of this size (docs/results/scale.md).
+# A change of at least this size is reported at once, because another ingress may be choosing a replica now. The next
+# frame reports smaller changes. In a simulation of 100 replicas at 80% load, 22% of the requests cause a change of this
+# size (docs/results/service.md).
 MIN_NEWS_TOKENS = 256
 
 
 class UncomputedPrompts:
-    """The uncomputed prompt tokens of one replica, for all ingresses. The object belongs to one event loop.
+    """The uncomputed prompt tokens of one replica, for all ingresses. Used in one event loop only.
 
-    With each request, an ingress sends the number of tokens that it expects the replica to compute: the tokens that the
-    replica has not cached. These tokens count until the request's first token is generated.
+    Each request carries its ingress's estimate of the prompt tokens that the replica has not cached and must compute.
+    These tokens count until the request's first token is generated.
     """
 
     def __init__(self) -> None:
@@ -22,31 +22,31 @@ class UncomputedPrompts:
         self.shares: dict[PromptShare, None] = {}  # in the order in which they were opened
 
     def open(self, on_news: Callable[[], object]) -> PromptShare:
-        """Return a new ingress's share. `on_news` is called after a large change in the other ingresses' tokens."""
+        """Return the share of a new ingress. A large change in the other ingresses' tokens calls `on_news`."""
         share = PromptShare(self, on_news)
         self.shares[share] = None
         return share
 
 
 class PromptShare:
-    """The prompt tokens of one ingress, and the number of other ingresses' tokens that was last reported to it."""
+    """The uncomputed prompt tokens of one ingress, and the last number that was reported to it."""
 
     def __init__(self, prompts: UncomputedPrompts, on_news: Callable[[], object]) -> None:
         self._prompts = prompts
         self._on_news = on_news
         self._tokens: dict[str, int] = {}  # by request id
         self._num_tokens = 0
-        self._told = 0
+        self._reported = 0
 
     @property
     def num_of_others(self) -> int:
-        """Uncomputed prompt tokens of the requests from other ingresses."""
+        """Uncomputed prompt tokens from other ingresses."""
         return self._prompts.num_tokens - self._num_tokens
 
     def take(self) -> int:
         """Return `num_of_others` and remember it as the number that was reported to the ingress."""
-        self._told = self.num_of_others
-        return self._told
+        self._reported = self.num_of_others
+        return self._reported
 
     def add(self, request_id: str, num_tokens: int) -> None:
         """Count the prompt of a new request."""
@@ -54,7 +54,7 @@ class PromptShare:
         self._change(num_tokens)
 
     def end(self, request_id: str) -> None:
-        """Stop counting a prompt, after the first token or the end of its request. Unknown requests are ignored."""
+        """Stop counting a prompt, at its request's first token or end. Unknown requests are ignored."""
         num_tokens = self._tokens.pop(request_id, 0)
         if num_tokens:
             self._change(-num_tokens)
@@ -69,5 +69,5 @@ class PromptShare:
         self._num_tokens += num_tokens
         self._prompts.num_tokens += num_tokens
         for each in list(self._prompts.shares):
-            if each is not self and abs(each.num_of_others - each._told) >= MIN_NEWS_TOKENS:
+            if each is not self and abs(each.num_of_others - each._reported) >= MIN_NEWS_TOKENS:
                 each._on_news()

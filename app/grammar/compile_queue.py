@@ -1,4 +1,4 @@
-"""The queue of requests that wait for their grammars to be compiled. Tenants take turns and share the slots."""
+"""The queue of requests whose grammars are to be compiled. Tenants take turns and share the queue's slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.fair import FairQueue
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class WaitingRequest:
-    """A request, and the future of the request's matcher."""
+    """A request with the future of its matcher."""
 
     request: Request
     grammar: Grammar
@@ -20,13 +20,13 @@ class WaitingRequest:
 
 
 class CompileQueue:
-    """A queue with turns for tenants and a limit for all tenants together. Not thread-safe: use it under a lock.
+    """A queue in which tenants take turns, with one limit for all of them. Not thread-safe, so use it under a lock.
 
-    One grammar of a tenant is compiled at a time, so a single tenant never occupies all threads.
+    Only one grammar of each tenant is compiled at a time, so that no tenant occupies all threads.
     """
 
     def __init__(self, max_requests: int) -> None:
-        """`max_requests` limits the requests that wait or are being compiled."""
+        """`max_requests` limits the waiting and compiling requests of all tenants."""
         self._max_requests = max_requests
         self._queue: FairQueue[WaitingRequest] = FairQueue(max_running=1)
         self._num_compiling = 0
@@ -35,12 +35,12 @@ class CompileQueue:
         return self._num_compiling + len(self._queue)
 
     def num_of(self, tenant: str) -> int:
-        """Return the number of a tenant's requests, including the request that is being compiled."""
+        """Return the number of a tenant's requests, including the one that is being compiled."""
         return self._queue.num_waiting(tenant) + self._queue.num_running(tenant)
 
     def add(self, new: WaitingRequest) -> WaitingRequest | None:
-        """Add a request. Returns the request that lost its slot, or None. If all slots are taken, the tenant with the
-        most requests loses its newest request to a tenant with fewer; otherwise the new request is returned.
+        """Add a request. If no slot is free, the tenant with the most requests loses its newest one to a tenant with
+        fewer; if there is no such tenant, the new request is refused. Returns the request that has no slot, or None.
         """
         tenant, refused = new.request.tenant, None
         if len(self) >= self._max_requests:
@@ -53,12 +53,12 @@ class CompileQueue:
         return refused
 
     def discard(self, left: WaitingRequest) -> None:
-        """Remove a request. Does nothing if the request no longer waits."""
+        """Remove a waiting request. Does nothing if it no longer waits."""
         if left in self._queue.lines.get(left.request.tenant, ()):
             self._queue.remove(left.request.tenant, left)
 
     def take(self) -> WaitingRequest | None:
-        """Return the next request to compile, which counts as compiling until `end`; None if no tenant has a turn."""
+        """Return the next request to compile, or None if no tenant has a turn. Call `end` after its compilation."""
         taken = self._queue.take()
         if taken is None:
             return None
@@ -66,7 +66,7 @@ class CompileQueue:
         return taken[1]
 
     def end(self, taken: WaitingRequest) -> None:
-        """Note that the compilation for a request has ended."""
+        """Record that the compilation for a request has ended, so that its tenant may have another turn."""
         self._num_compiling -= 1
         self._queue.end(taken.request.tenant)
 

@@ -1,6 +1,6 @@
-"""Converts a caller's grammar to a grammar of llguidance, and tries the result under limits.
+"""Converts a caller's grammar to one for llguidance, and tests the result under limits.
 
-A separate process runs this code first (`sandbox_worker.py`). Only the result reaches the engine's process.
+A separate process (`sandbox_worker.py`) runs this code first, so only tested results reach the engine's process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from app.engine.request import GrammarKind
 from app.grammar.gbnf import is_gbnf, plain_gbnf
-from app.grammar.schemas import Drops, ErrorOf, SchemaKeeper, exact, shown
+from app.grammar.schemas import Drops, ErrorOf, SchemaReducer, exact, shown
 from app.grammar.tags import larks_of_tags
 
-# Without this option, llguidance would encode fixed texts with the tokenizer, which is not available here.
+# Without this option, llguidance would need the tokenizer to encode fixed texts, and the tokenizer is not loaded here.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# Limits of the search for the allowed tokens of one step, about a few milliseconds. Most searches take microseconds.
+# Limits for the search for one step's allowed tokens, equal to a few milliseconds. Most searches take microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 
 
 class Unusable(Exception):
-    """A grammar cannot be compiled, no text matches it, or matching takes too long; the message has the reason."""
+    """A grammar cannot be compiled, no text matches it, or matching takes too long. The message states the reason."""
 
 
 CUT_MARK = "..."
@@ -36,19 +36,19 @@ CUT_MARK = "..."
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A tried grammar in Lark, the language of matchers. A grammar of tags has one Lark grammar for each tag."""
+    """A tested grammar in Lark, the language of matchers. A grammar of tags consists of one Lark grammar per tag."""
 
     larks: list[str]
-    dropped: list[str]  # places of schema keywords that the grammar ignores; CUT_MARK ends a shortened list
+    dropped: list[str]  # paths of schema keywords that the grammar ignores; CUT_MARK ends a shortened list
 
 
 def compiled(
     tokenizer: LLTokenizer, kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping[str, int]
 ) -> Compiled:
-    """Compile a grammar and check that some text matches. `special`: the ids of the model's special tokens by text.
+    """Compile a grammar and check that some text matches it. `special` maps the texts of special tokens to their ids.
 
     A schema is first compiled with all keywords that `exact` keeps. If that fails, a lenient schema is compiled without
-    the keywords that the compiler does not support. Raises Unusable, for a strict schema with the place of a keyword.
+    the keywords that the compiler does not support. Raises Unusable; for a strict schema, it names the bad keyword.
     """
     if kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.TAGS):
         return Compiled(_tried(tokenizer, larks_of(kind, text, special=special)), [])
@@ -70,7 +70,7 @@ def compiled(
     try:
         return Compiled(tried(with_lenience=False), _cut(dropped))
     except Unusable:
-        if not (more := _drop(forms, SchemaKeeper(_error_of(LLTokenizer("byte"))).kept)):
+        if not (more := _drop(forms, SchemaReducer(_error_of(LLTokenizer("byte"))).kept)):
             raise
     return Compiled(tried(with_lenience=True), _cut(dropped + more))
 
@@ -81,7 +81,7 @@ def _cut(places: list[str]) -> list[str]:
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
-    """Apply `keep` to each schema and return the places of dropped keywords. Raises Unusable for a strict schema."""
+    """Apply `keep` to each schema and return the paths of dropped keywords. Raises Unusable if a strict one has any."""
     dropped: list[str] = []
     for form in forms["schemas"]:
         form["schema"], drops = keep(form["schema"])
@@ -93,7 +93,7 @@ def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str
     return dropped
 
 
-# The place of an error in the generated Lark text, which is of no use to a client.
+# Matches the position of an error in the generated Lark text, which is useless to clients.
 _IN_OUR_TEXT = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
@@ -115,9 +115,9 @@ def _tried(tokenizer: LLTokenizer, larks: list[str]) -> list[str]:
 
 
 def larks_of(kind: GrammarKind, text: str, *, special: Mapping[str, int]) -> list[str]:
-    """Convert a grammar that is no schema to Lark. A grammar of tags becomes one Lark grammar for each tag.
+    """Convert a grammar other than a schema to Lark. A grammar of tags becomes one Lark grammar per tag.
 
-    `special`: the ids of the model's special tokens by text. Raises Unusable.
+    `special` maps the texts of the model's special tokens to their ids. Raises Unusable.
     """
     if kind is GrammarKind.TAGS:
         return larks_of_tags(text, special, {"schema": _schema_rule, "lark": _lark_rule}, options=_OPTIONS)
@@ -142,9 +142,8 @@ def _lark_of_rule(rule: str) -> str:
 
 
 def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:
-    """Return the rule for documents of a schema."""
-    # White space between the tokens of a JSON document is empty, a space, or a new line with indentation. With a wider
-    # pattern, a model could write white space without end.
+    # Between the tokens of a JSON document, allow nothing, one space, or a new line with indentation. A wider pattern
+    # would let a model write white space without end.
     white_space = r"( ?|\n[ \t]{0,40})"
     return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': white_space, 'lenient': is_lenient}})}"
 
@@ -154,7 +153,7 @@ def _schema_rule(form: dict[str, Any]) -> str:
 
 
 def _lark_rule(form: dict[str, Any]) -> str:
-    """Return the rule for texts of a Lark grammar. Raises Unusable with the grammar's name and the error's place."""
+    """Return the rule for a nested Lark grammar. Raises Unusable with the grammar's name and the error's position."""
     lark = form["lark"]
     try:
         new_matcher(LLTokenizer("byte"), _without_options(lark))
@@ -191,7 +190,7 @@ def _lark(text: str) -> str:
 
 
 def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """Return a matcher at the start of a grammar. Other Python threads can run meanwhile. Raises Unusable."""
+    """Compile a grammar and return a matcher for it. Releases the interpreter lock meanwhile. Raises Unusable."""
     limits = LLParserLimits(
         step_lexer_fuel=_STEP_FUEL, step_max_items=_STEP_ITEMS, max_lexer_states=_MAX_STATES, verbose_errors=False
     )
@@ -202,7 +201,7 @@ def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def walk(matcher: LLMatcher) -> None:
-    """Draw some tokens by a grammar. Raises Unusable if no token is allowed, or if the walk takes too long."""
+    """Generate some random tokens by a grammar. Raises Unusable if no token is allowed or the walk takes too long."""
     draw, began_at = 1, time.thread_time()
     for _ in range(128):
         allowed = matcher.compute_bitmask()
@@ -221,7 +220,7 @@ def walk(matcher: LLMatcher) -> None:
 
 
 def _one_of(allowed: bytes, draw: int) -> int | None:
-    """Return the first allowed token at or after a drawn position in the vocabulary, which is searched as a ring."""
+    """Return the first allowed token from a drawn position on, wrapping around at the end; None if none is allowed."""
     size = len(allowed)
     start = draw % size
     for index in chain(range(start, size), range(start)):
@@ -231,7 +230,7 @@ def _one_of(allowed: bytes, draw: int) -> int | None:
 
 
 def reason_of(message: str) -> str:
-    """Shorten an error of llguidance for a response: its first line, and the line that names the error."""
+    """Shorten llguidance's error message for a response: keep its first line and the line that names the error."""
     if "NoExtension" in message:
         return "no text matches it"
     first, *others = message.strip().splitlines() or [""]

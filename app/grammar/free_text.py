@@ -1,6 +1,6 @@
-"""Free text between triggers: finds a complete trigger, and bans tokens that continue past the end of a trigger.
+"""Free text between triggers: detects a complete trigger, and bans tokens that continue past a trigger's end.
 
-All code here works on bytes, so that free text is as free as without a grammar: even invalid UTF-8 is allowed.
+All code here works on bytes, so that free text is as unrestricted as without a grammar: even invalid UTF-8 is allowed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from app.engine.matcher import with_tokens, without_tokens
 from app.grammar.vocabulary import Vocabulary
 
 
-class FreePlace(NamedTuple):
-    """The state of a text: the part of each trigger that the end of the text has matched."""
+class FreeTextState(NamedTuple):
+    """The state after some text: how much of each trigger has been matched."""
 
-    tail: bytes  # the longest end of the text that is a start of a trigger
-    openings: tuple[tuple[int, int], ...]  # openings that the whole text still matches: number, matched length
+    tail: bytes  # the longest end of the text that is a prefix of a trigger
+    openings: tuple[tuple[int, int], ...]  # (number, matched length) of each opening that the whole text still matches
 
 
 class TokenTable:
-    """A vocabulary, indexed for searches by text."""
+    """A vocabulary with indexes for searches by text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special = vocabulary.special_texts
         hidden = set(vocabulary.special_token_ids)
-        # Special tokens have no text. If they are hidden, the texts before and after a special token are adjacent.
+        # Special tokens have no text here: where they are hidden, the texts before and after them are adjacent.
         self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
         self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
         self._joined = b"".join(self.texts)
@@ -42,11 +42,11 @@ class TokenTable:
 
     @cached_property
     def blanks(self) -> bytes:
-        """The tokens of white space, as a bit mask."""
+        """A bit mask of the tokens that consist of white space."""
         return with_tokens(bytes(len(self.all)), [at for at, text in enumerate(self.texts) if text.isspace()])
 
     def beginning(self, text: bytes) -> list[int]:
-        """Return the tokens with which this text may start, the longest first: tokens of the text and its prefixes."""
+        """Return the tokens that are the text or a prefix of it, longest first."""
         found = [self.special[text.decode()]] if text.decode(errors="replace") in self.special else []
         for length in range(len(text), 0, -1):
             at = bisect_left(self._sorted, text[:length])
@@ -56,7 +56,7 @@ class TokenTable:
         return found
 
     def longer_than(self, beginning: bytes) -> Iterator[int]:
-        """Yield the tokens that start with this text and are longer than the text."""
+        """Yield the tokens that start with this text and continue after it."""
         at = bisect_right(self._sorted, beginning)
         while at < len(self._sorted) and self._sorted[at].startswith(beginning):
             yield self._by_text[at]
@@ -64,8 +64,8 @@ class TokenTable:
 
     def containing(self, part: bytes) -> array[int]:
         """Return the tokens that contain this text and continue after it."""
-        # One search through the joined texts, because a loop over 128,000 texts would block all other Python threads.
-        # Single bytes occur in most tokens, so their results are cached.
+        # Search the joined texts once, because a loop over 128,000 texts would block all other Python threads. The
+        # results for single bytes are cached, because they occur in most tokens.
         found = self._of_one_byte.get(part)
         if found is None:
             found = array("i", self._search(part))
@@ -86,14 +86,14 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The text that starts a piece. An opening can only start the whole text, and may contain white space."""
+    """The text that starts a piece. An opening matches only at the start of the output, which may add white space."""
 
     text: bytes
     is_opening: bool
 
 
 class FreeText:
-    """Computes the allowed tokens for each place in a free text, and the place after each token."""
+    """Computes which tokens are allowed at each place in a free text, and the place after each token."""
 
     def __init__(self, table: TokenTable, triggers: Sequence[Trigger]) -> None:
         self._table = table
@@ -106,21 +106,21 @@ class FreeText:
         whole = {token_id for _, text in self._triggers for token_id in table.containing(text)}
         self._middle = without_tokens(table.all, whole)
         self._names = {number: table.containing(each.last_word) for number, each in self._openings.items()}
-        self._allowed: OrderedDict[FreePlace, bytes] = OrderedDict()  # the oldest first
-        self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
-        self.middle = FreePlace(b"", ())  # after a piece
+        self._allowed: OrderedDict[FreeTextState, bytes] = OrderedDict()  # the oldest first
+        self.beginning = FreeTextState(b"", tuple((number, 0) for number in self._openings))
+        self.middle = FreeTextState(b"", ())  # after a piece
 
-    def allowed(self, place: FreePlace) -> bytes:
-        """Return all tokens but those that continue past the end of a trigger into the content after the trigger."""
+    def allowed(self, place: FreeTextState) -> bytes:
+        """Return a bit mask of all tokens, except those that continue past a trigger's end into its content."""
         allowed = self._allowed.get(place)
-        max_places = 16  # cached places of one grammar; one trigger has about a dozen
+        max_places = 16  # places cached per grammar; one trigger causes about a dozen
         if allowed is None:
             allowed = self._allowed[place] = without_tokens(self._middle, self._writing_past(place))
             if len(self._allowed) > max_places:
                 self._allowed.popitem(last=False)
         return allowed
 
-    def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
+    def after(self, place: FreeTextState, token_id: int) -> FreeTextState | int:
         """Return the place after a token, or the number of the trigger that the token completes."""
         if token_id in self._by_token:
             return self._by_token[token_id]
@@ -134,9 +134,9 @@ class FreeText:
         ends = [
             (at + len(trigger), -len(trigger), n) for n, trigger in self._triggers if (at := whole.find(trigger)) >= 0
         ]
-        return min(ends)[2] if ends else FreePlace(self._tail(whole), self._still_openings(place, text))
+        return min(ends)[2] if ends else FreeTextState(self._tail(whole), self._still_openings(place, text))
 
-    def _still_openings(self, place: FreePlace, text: bytes) -> tuple[tuple[int, int], ...]:
+    def _still_openings(self, place: FreeTextState, text: bytes) -> tuple[tuple[int, int], ...]:
         reached = ((number, self._openings[number].advance(position, text)) for number, position in place.openings)
         return tuple((number, position) for number, position in reached if position is not None)
 
@@ -151,8 +151,8 @@ class FreeText:
                 at = text.find(trigger[:1], at + 1)
         return longest
 
-    def _writing_past(self, place: FreePlace) -> set[int]:
-        """Return the tokens that complete a trigger that the text has started, and continue past its end."""
+    def _writing_past(self, place: FreeTextState) -> set[int]:
+        """Return the tokens that complete a trigger that has begun and continue past its end."""
         table, tail = self._table, place.tail
         found: set[int] = set()
         for _, trigger in self._triggers:
@@ -168,16 +168,16 @@ class FreeText:
 
 
 class _Opening:
-    """The text of an opening, which may contain white space outside quotes."""
+    """An opening's text, which the output may match with additional white space outside of quotes."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
         quotes = [text[:position].count(b'"') for position in range(len(text))]
         self._may_be_blank = [count % 2 == 0 for count in quotes]
-        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # with the quote after it
+        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # including the quote after it
 
     def advance(self, position: int, text: bytes) -> int | None:
-        """Return the matched length of the opening after more text; None if the text does not match or is longer."""
+        """Return the matched length after more text, or None if it does not match or continues past the opening."""
         blanks = b" \t\r\n"
         for index in range(len(text)):
             if position == len(self.text):
@@ -189,5 +189,5 @@ class _Opening:
         return position
 
     def ends_within(self, position: int, text: bytes) -> bool:
-        """Return whether the opening is complete before the end of the text."""
+        """Return whether `text` completes the opening and continues past it."""
         return any(self.advance(position, text[:end]) == len(self.text) for end in range(1, len(text)))

@@ -1,30 +1,30 @@
-"""Rewrites llama.cpp's grammars (GBNF) to the subset that the converter to Lark reads as llama.cpp does."""
+"""Rewrites llama.cpp's grammars (GBNF) to the subset that the Lark converter interprets as llama.cpp does."""
 
 from __future__ import annotations
 
 import re
 
-# Matches comments, texts, character classes, repetition counts, names, and single characters between these.
+# Matches comments, texts, character classes, repetition counts, names, and any other single character.
 _PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}|[\w-]+|.', re.DOTALL)
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|(\\.)|(.)", re.DOTALL)
 _RULE = re.compile(r"([\w-]+)[ \t]*::=")
 _ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"
-# Two of these characters in a row are an operator for the compiler if they are in a character class.
+# In a character class, the compiler reads two of these characters in a row as an operator.
 _OPERATORS = "&-~"
 
 
 def is_gbnf(text: str) -> bool:
-    """Return whether a text has the rule `root ::=`, which every GBNF grammar has and Lark cannot read."""
+    """Return whether a text contains the rule `root ::=`, which GBNF requires and Lark does not allow."""
     return _ROOT.search(text) is not None
 
 
 def plain_gbnf(text: str) -> str:
-    """Rewrite a grammar without the syntax that the converter and llama.cpp read differently.
+    """Rewrite a grammar without the syntax that the converter and llama.cpp interpret differently.
 
-    Numeric escapes become the character itself. A dot is any character, including a line feed, and two operators in a
-    class are two characters. Rules get names that differ in more than capitals and dashes. Raises ValueError for an
-    escape that is no character.
+    Numeric escapes become the character itself. A dot matches any character, including a line feed, and two operators
+    in a class match two characters. Rules are renamed, so that their names differ in more than capitals and dashes.
+    Raises ValueError for an escape that is not a character.
     """
     parts = _PARTS.findall(text)
     without_comments = "".join(part if part[0] not in '#"[{' else " " for part in parts)
@@ -47,13 +47,13 @@ def _plain_part(part: str, rules: dict[str, str]) -> str:
 
 
 def _plain_text(written: str) -> str:
-    """Rewrite a text. Brackets lose their escapes, which Lark does not allow in a text."""
+    """Rewrite a quoted text. Removes the escapes of brackets, which Lark does not allow."""
     characters = (_plain_character(found) for found in _CHARACTER.finditer(written))
     return "".join(each[1] if each in (r"\[", r"\]") else each for each in characters)
 
 
 def _plain_class(written: str) -> str:
-    """Rewrite a class: the second of two equal operators in a row, which starts no range, becomes a numeric escape."""
+    """Rewrite a character class. The second of two equal operators in a row becomes a numeric escape."""
     plain = ""
     for found in _CHARACTER.finditer(written):
         character = _plain_character(found)

@@ -1,4 +1,4 @@
-"""The grammars of one model, compiled in threads beside the engine and cached."""
+"""Compiles one model's grammars in threads beside the engine, and caches them."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from app.grammar.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
-# The internal cache of a compiled grammar only grows while matching, by up to 80 MB in a second of CPU time. A grammar
-# is compiled again after MAX_MATCHING_S. If all exceed MAX_CACHED_S, those with the most matching time are forgotten.
+# Matching makes a compiled grammar's internal cache grow by up to 80 MB per second of CPU time, and never shrink. So a
+# grammar is compiled again after MAX_MATCHING_S, and those with the most time are dropped if all exceed MAX_CACHED_S.
 MAX_MATCHING_S = 1.0
 MAX_CACHED_S = 5.0
-# The grammars of two tenants are compiled at once, so a tenant with expensive grammars does not delay another tenant.
+# Two grammars are compiled at once, so that one tenant's expensive grammars do not delay another tenant.
 _NUM_THREADS = 2
 
-Key = bytes  # a digest, because the texts of refused grammars would take hundreds of megabytes
+Key = bytes  # a digest, because the texts of refused grammars would occupy hundreds of megabytes
 
-Begin = Callable[[LLMatcher], GrammarMatcher]  # makes a request's matcher from a copy of a matcher at its start
+Begin = Callable[[LLMatcher], GrammarMatcher]  # makes a request's matcher from a copy of the compiled one
 Begun = GrammarMatcher | TaggedMatcher | None  # None: any text is allowed
 
 
 @dataclass(slots=True)
 class _Compiled:
     begin: Callable[[Begin], Begun]
-    end_token_ids: tuple[int, ...]  # end tokens of the model
+    end_token_ids: tuple[int, ...]  # the model's end tokens
     num_characters: int  # length of the grammar's text
     ignored_keywords: Sequence[str] = ()
     thought: ThoughtText | None = None
@@ -57,16 +57,16 @@ class _Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileLimits:
-    """Limits of the cost of compiling. Not settings: the limits protect the replica, and higher values do not help."""
+    """Limits on the cost of compiling. Not settings, because they protect the replica and higher values do not help."""
 
-    timeout_s: float = 2.0  # CPU time for one grammar; other requests of the tenant wait for that grammar
-    memory_bytes: int = 1_024_000_000  # memory of the process that compiles one grammar first and has no model
-    max_waiting: int = 256  # waiting and compiling requests of all tenants; one call has up to 128 with one grammar
-    max_cached: int = 256  # number of compiled grammars; `MAX_CACHED_CHARACTERS` limits their memory
+    timeout_s: float = 2.0  # CPU time for one grammar; the tenant's other requests wait for it
+    memory_bytes: int = 1_024_000_000  # memory for one grammar in the sandbox, whose process holds no model
+    max_waiting: int = 256  # waiting and compiling requests of all tenants; one call may add 128 with one grammar
+    max_cached: int = 256  # number of cached grammars; `MAX_CACHED_CHARACTERS` limits their memory
 
 
 class _Tools:
-    """The vocabulary, the tokenizer and the sandboxes that the threads compile with."""
+    """The vocabulary, the tokenizer and the sandboxes that the compiling threads use."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self.vocabulary = vocabulary
@@ -84,7 +84,7 @@ class _Tools:
 
     @contextmanager
     def sandbox(self) -> Iterator[Sandbox]:
-        """Reserve a sandbox for the block. The last used sandbox is taken first, because its process already runs."""
+        """Reserve a sandbox for a `with` block: the last one used, because its process is already running."""
         sandbox = self._idle.pop()
         try:
             yield sandbox
@@ -93,7 +93,7 @@ class _Tools:
 
 
 class Grammars:
-    """Compiles grammars in two threads, one grammar of each tenant at a time. A cached grammar does not wait."""
+    """Compiles grammars in two threads, one grammar of each tenant at a time. Cached grammars need not wait."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Grammars:
         *,
         limits: CompileLimits = CompileLimits(),
     ) -> None:
-        """`read_vocabulary` is called once, by `prepare` or for the first grammar, and may raise InvalidSetup."""
+        """`read_vocabulary` is called once, by `prepare` or for the first grammar. It may raise InvalidSetup."""
         self._limits = limits
         self._read_vocabulary = read_vocabulary
         self._tools: _Tools | None = None  # made once
@@ -109,19 +109,19 @@ class Grammars:
         self._making_tools = threading.Lock()
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first; guarded by _lock
         self._num_characters = 0  # total length of the texts of `_compiled`
-        self._refused: OrderedDict[Key, str] = OrderedDict()  # the reasons
+        self._refused: OrderedDict[Key, str] = OrderedDict()  # the reasons for refusals, oldest first
         self._queue = CompileQueue(limits.max_waiting)  # guarded by _lock
         self._lock = threading.Lock()
         self._is_closed = False
-        begin = lower_priority if sys.platform == "linux" else None  # only Linux has a priority for each thread
+        begin = lower_priority if sys.platform == "linux" else None  # only Linux has priorities for single threads
         self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=begin)
         self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=begin)
 
     def prepare(self) -> None:
         """Start to read the vocabulary in a thread with normal priority, and return at once.
 
-        Otherwise the first grammar waits for a process that needs a second of CPU time and gets little on busy cores,
-        and `Vocabulary.for_matching` blocks the interpreter for the engine's thread while requests run.
+        Otherwise the first grammar would have to wait for a process that needs a second of CPU time, which takes long
+        on busy cores, and `Vocabulary.for_matching` would block the engine's thread while requests run.
         """
         threading.Thread(target=self._tools_made_once, name="vocabulary", daemon=True).start()
 
@@ -146,7 +146,7 @@ class Grammars:
         return _done(self._begin(known, request, key))
 
     def close(self) -> None:
-        """Stop all threads and sandboxes. Waiting requests end with EngineStopped. May be called twice."""
+        """Stop all threads and sandboxes. Waiting requests fail with EngineStopped. Safe to call twice."""
         with self._lock:
             self._is_closed = True
             left = self._queue.clear()
@@ -186,7 +186,7 @@ class Grammars:
                 self._queue.discard(left)
 
     def _compile_waiting(self) -> None:
-        """Compile while a tenant has a turn. The thread that ends a tenant's turn also takes the tenant's next turn."""
+        """Compile until no tenant has a turn. The thread that ends a tenant's turn also serves its next turn."""
         while True:
             with self._lock:
                 waiting = self._queue.take()
@@ -198,7 +198,7 @@ class Grammars:
             finally:
                 with self._lock:
                     self._queue.end(waiting)
-                del waiting  # breaks a cycle: an error's traceback has this frame, and the request's future the error
+                del waiting  # breaks a reference cycle: an error's traceback holds this frame, and the future the error
 
     # ------------------------------------------------------------------ the caches, under the lock
 
@@ -214,7 +214,7 @@ class Grammars:
         return found
 
     def _forget_the_largest(self) -> None:
-        """Forget the grammars with the most matching time while all grammars together exceed MAX_CACHED_S."""
+        """Drop the grammars with the most matching time while the total exceeds MAX_CACHED_S."""
         while sum(each.matched.seconds for each in self._compiled.values()) > MAX_CACHED_S:
             self._forget(max(self._compiled, key=lambda key: self._compiled[key].matched.seconds))
 
@@ -234,7 +234,7 @@ class Grammars:
     def _compile(self, request: Request, grammar: Grammar) -> Matcher:
         key = _key(request, grammar)
         with self._lock:
-            known, reason = self._known(key), self._refused.get(key)  # another request may have compiled it meanwhile
+            known, reason = self._known(key), self._refused.get(key)  # another request may have compiled it by now
         try:
             if reason is not None:
                 raise Unusable(reason)
@@ -242,7 +242,7 @@ class Grammars:
         except Unusable as unusable:
             self._refuse(key, str(unusable))
             raise _refusal(grammar, str(unusable)) from unusable
-        except WorkerKilled as killed:  # not remembered, because the same grammar may compile at another time
+        except WorkerKilled as killed:  # not cached, because the same grammar may compile at another time
             if self._is_closed:
                 raise _stopped() from killed
             if killed.is_from_outside:
@@ -263,14 +263,14 @@ class Grammars:
         return compiled
 
     def _form(self, tools: _Tools, grammar: Grammar) -> tuple[Callable[[Begin], Begun], Sequence[str]]:
-        """Compile a grammar; return a function that makes matchers, and the schema keywords that are ignored."""
+        """Compile a grammar. Returns a function that makes matchers, and the schema keywords that are ignored."""
         if grammar.kind is GrammarKind.TEXT:
             return lambda begin: None, ()
         with tools.sandbox() as sandbox:
             compiled = sandbox.compile(grammar)
         matchers = [new_matcher(tools.tokenizer, lark) for lark in compiled.larks]
         for matcher in matchers:
-            matcher.compute_bitmask()  # the first mask takes longest, and a step should not wait for it
+            matcher.compute_bitmask()  # the first mask takes longest to compute, and no step should wait for it
         if grammar.kind is GrammarKind.TAGS:
             tags = read_tags(grammar.text)
             if tags[0].trigger:
@@ -278,7 +278,7 @@ class Grammars:
         return lambda begin: begin(matchers[0].deep_copy()), compiled.dropped
 
     def _tools_made_once(self) -> _Tools | None:
-        """Return the tools, which the first call makes; None if the tokenizer cannot be used. Any thread may call."""
+        """Return the tools, which the first call creates, or None if the tokenizer cannot be used. Thread-safe."""
         with self._making_tools:
             if self._tools is None and not self._is_unreadable:
                 try:
@@ -304,7 +304,7 @@ class Grammars:
         return begun
 
     def _refuse(self, key: Key, reason: str) -> None:
-        max_remembered_refusals, max_length = 1024, 600  # well below a megabyte, including keys
+        max_remembered_refusals, max_length = 1024, 600  # together well below a megabyte, including the keys
         with self._lock:
             self._refused[key] = reason[:max_length]
             if len(self._refused) > max_remembered_refusals:
@@ -313,7 +313,7 @@ class Grammars:
     # ------------------------------------------------------------------ any thread
 
     def _begin(self, compiled: _Compiled, request: Request, key: Key) -> Matcher:
-        """Return a matcher that has consumed the request's generated tokens."""
+        """Return a matcher that has already consumed the request's generated tokens."""
         assert self._tools is not None, "a grammar has been compiled with them"
         texts = self._tools.vocabulary.tokens
 
@@ -335,7 +335,7 @@ class Grammars:
         else:
             begun = begin_output()
         assert begun is not None, "only after a thought may any text follow"
-        if grammar is not None:  # names start with the request's field, because fields may have equal schemas
+        if grammar is not None:  # prefix paths with the request's field, because two fields may have equal schemas
             named = (each if each == CUT_MARK else f"{grammar.param}.{each}" for each in compiled.ignored_keywords)
             begun.ignored_keywords = tuple(named)
         for token_id in request.generated_token_ids:
@@ -344,13 +344,13 @@ class Grammars:
         return begun
 
     def _drop(self, key: Key) -> None:
-        """Forget a grammar after one of its matchers has reached a limit. The next request compiles it again."""
+        """Drop a grammar after one of its matchers has exceeded a limit. The next request compiles it again."""
         with self._lock:
             self._forget(key)
 
 
 def _key(request: Request, grammar: Grammar) -> Key:
-    """Return the digest of a grammar's text and options. Requests with different cache salts share no grammars."""
+    """Return a digest of a grammar's text and options, and of the cache salt, so that salts do not share grammars."""
     end_of_thought = "" if grammar.thought is None else grammar.thought.end
     digest = hashlib.sha256()
     for part in (request.cache_salt, grammar.kind, grammar.text, str(grammar.is_lenient), end_of_thought):
@@ -381,7 +381,7 @@ def _failed(error: Exception) -> Future[Matcher | None]:
 
 
 def _settle(future: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
-    """Set the result or the error of `make` on a running future."""
+    """Call `make` and set its result or error on a running future."""
     try:
         future.set_result(make())
     except Exception as error:
@@ -390,7 +390,7 @@ def _settle(future: Future[Matcher | None], make: Callable[[], Matcher]) -> None
 
 
 def _fail(future: Future[Matcher | None], error: Exception) -> None:
-    """Set an error on a future that does not run yet. Does nothing if the future was cancelled."""
+    """Set an error on a pending future. Does nothing if it was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
 

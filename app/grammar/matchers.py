@@ -1,4 +1,4 @@
-"""Matchers: the position of one request in its grammar, or in a free text with marked pieces."""
+"""Matchers, which track the position of one request in its grammar, or in free text with marked pieces."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from llguidance import LLMatcher
 
 from app.engine.matcher import any_token, has_token, tokens_of, with_tokens, without_tokens
 from app.grammar.compiling import reason_of
-from app.grammar.free_text import FreePlace, FreeText
+from app.grammar.free_text import FreeText, FreeTextState
 
 
 class LazyMatcher(ABC):
-    """A `Matcher` that works while the model computes: `advance` only stores a token, `prepare` consumes it."""
+    """A `Matcher` that works while the model computes: `advance` only queues a token, and `prepare` consumes it."""
 
     def __init__(self) -> None:
-        self._drawn: list[int] = []  # tokens that are not consumed yet
-        self._allowed: bytes | None = None  # allowed tokens after all drawn tokens; None: not computed yet
+        self._drawn: list[int] = []  # queued tokens, not consumed yet
+        self._allowed: bytes | None = None  # allowed tokens after all queued tokens; None if not computed yet
         self.ignored_keywords: Sequence[str] = ()  # see `Matcher`
 
     def allowed(self) -> bytes:
@@ -35,7 +35,7 @@ class LazyMatcher(ABC):
             self._find_allowed()
 
     def advance(self, token_id: int) -> None:
-        """Store a drawn token, to be consumed later."""
+        """Queue a drawn token, to be consumed later."""
         self._drawn.append(token_id)
         self._allowed = None
 
@@ -46,7 +46,7 @@ class LazyMatcher(ABC):
         return other
 
     def copied(self) -> Self:
-        """Return another matcher at the same position."""
+        """Return an independent matcher at the same position."""
         self.catch_up()
         other = copy(self)
         other._drawn = []
@@ -68,10 +68,10 @@ class LazyMatcher(ABC):
 
     @abstractmethod
     def _separate(self) -> None:
-        """Make a copy share no mutable state with its original."""
+        """Replace all mutable state that a copy still shares with its original."""
 
     def catch_up(self) -> None:
-        """Consume the drawn tokens now instead of in a step."""
+        """Consume the queued tokens now, so that no step has to."""
         drawn, self._drawn = self._drawn, []
         for token_id in drawn:
             self._consume(token_id)
@@ -83,22 +83,22 @@ class LazyMatcher(ABC):
 
     @abstractmethod
     def _consume(self, token_id: int) -> None:
-        """Consume the next token."""
+        """Advance the grammar by one token."""
 
     @abstractmethod
     def _compute_allowed(self) -> bytes:
-        """Return the tokens that may follow all consumed tokens."""
+        """Return a bit mask of the tokens that may follow all consumed tokens."""
 
 
 @dataclass(slots=True)
 class MatchingTime:
-    """CPU time of all matchers of one grammar. The matchers share a cache, which grows with this time."""
+    """CPU time of all matchers of one grammar. They share a cache, which grows with this time."""
 
     seconds: float = 0.0
 
 
 class GrammarMatcher(LazyMatcher):
-    """Computes the tokens that the grammar allows next. End tokens are allowed only where the grammar may end."""
+    """Computes the tokens that a grammar allows next. End tokens are allowed only where the grammar may end."""
 
     def __init__(
         self,
@@ -109,9 +109,10 @@ class GrammarMatcher(LazyMatcher):
         spent: MatchingTime,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`stop_token_ids`: stop tokens of the request; `matcher` already has the model's end tokens.
+        """`stop_token_ids` are the request's stop tokens; `matcher` already knows the model's end tokens.
 
-        `texts`: the texts of the model's tokens. The matcher adds its CPU time to `spent`.
+        `texts` are the texts of the model's tokens. The matcher adds its CPU time to `spent`. `on_failure` is called
+        if the output can no longer match.
         """
         super().__init__()
         self._matcher = matcher
@@ -134,7 +135,7 @@ class GrammarMatcher(LazyMatcher):
         return self.may_end and self._matcher.is_stopped()
 
     def accepts(self, token_id: int) -> bool:
-        """Return whether this token may follow."""
+        """Return whether this token may come next."""
         return self.num_allowed([token_id]) == 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -152,11 +153,11 @@ class GrammarMatcher(LazyMatcher):
         return found
 
     def _forced_token(self) -> int | None:
-        """Return the longest allowed token if all other allowed tokens are prefixes of it, else None."""
+        """Return the longest allowed token if all other allowed tokens are prefixes of it, otherwise None."""
         self.catch_up()
         if self.failure is not None or not self._matcher.deep_copy().compute_ff_bytes():
             return None  # no bytes are forced, so the next token is a choice
-        max_ways = 32  # limit of the allowed tokens that are compared
+        max_ways = 32  # the most allowed tokens that are compared
         allowed = tokens_of(self.allowed(), at_most=max_ways)
         longest = max(allowed, key=lambda token_id: len(self._texts[token_id]), default=None)
         if longest is None or not all(self._texts[longest].startswith(self._texts[each]) for each in allowed):
@@ -164,17 +165,17 @@ class GrammarMatcher(LazyMatcher):
         return longest
 
     def _separate(self) -> None:
-        """See `LazyMatcher`. A copy is for a draft, and a draft's failure must not cause a new compilation."""
+        """See `LazyMatcher`. A copy serves a draft, whose failure must not cause another compilation."""
         self._matcher = self._matcher.deep_copy()
         self._on_failure = lambda: None
 
     def _consume(self, token_id: int) -> None:
-        """See `LazyMatcher`. A stop token is not consumed, because no token follows it."""
+        """See `LazyMatcher`. A stop token is ignored, because no token follows it."""
         if self.failure is None and token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
             self._fail(reason_of(self._matcher.get_error()))
 
     def _compute_allowed(self) -> bytes:
-        """See `LazyMatcher`. After a failure, every token is allowed, because the drawn token is not used."""
+        """See `LazyMatcher`. After a failure, every token is allowed, because the request fails and uses none."""
         if self.failure is None:
             began_at = time.thread_time()
             allowed = self._matcher.compute_bitmask()[: self._num_bytes]
@@ -197,24 +198,24 @@ class GrammarMatcher(LazyMatcher):
 
 @dataclass(frozen=True, slots=True)
 class TagContent:
-    """The content after a trigger: a function that makes its matcher, and whether the output ends after the content."""
+    """The content after a trigger: `begin` makes its matcher, and `is_last` says whether the output ends after it."""
 
     begin: Callable[[], GrammarMatcher]
     is_last: bool
 
 
 class TaggedMatcher(LazyMatcher):
-    """Allows free text until a trigger is complete, then the content of the trigger's tag until the content ends.
+    """Allows free text until a trigger is complete, then the content of the trigger's tag until it ends.
 
-    If a piece may either end or continue, free text may follow: a token that cannot belong to the piece is free text.
+    Where a piece may either end or continue, a token that cannot belong to it ends the piece and is free text.
     """
 
     def __init__(self, text: FreeText, pieces: Iterable[TagContent]) -> None:
-        """`pieces` has one entry for each trigger of the text."""
+        """`pieces` holds one content for each trigger of `text`."""
         super().__init__()
         self._text = text
         self._pieces = tuple(pieces)
-        self._place: FreePlace = text.beginning
+        self._place: FreeTextState = text.beginning
         self._inside: GrammarMatcher | None = None
         self._is_last = False
 
@@ -249,7 +250,7 @@ class TaggedMatcher(LazyMatcher):
 
     def _advance_in_text(self, token_id: int) -> None:
         reached = self._text.after(self._place, token_id)
-        if isinstance(reached, FreePlace):
+        if isinstance(reached, FreeTextState):
             self._place = reached
         else:
             piece = self._pieces[reached]
@@ -263,5 +264,5 @@ class TaggedMatcher(LazyMatcher):
 
 
 def either(one: bytes, other: bytes) -> bytes:
-    """Return the tokens that at least one of the two masks allows."""
+    """Return the union of two bit masks of equal length."""
     return (int.from_bytes(one) | int.from_bytes(other)).to_bytes(len(one))

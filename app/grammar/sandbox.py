@@ -1,4 +1,4 @@
-"""Compiles a grammar in a separate process, with limits of CPU time and memory (`sandbox_worker.py`)."""
+"""Compiles grammars in a separate process (`sandbox_worker.py`) with limits on CPU time and memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerKilled(Exception):
-    """A signal ended the worker while it compiled a grammar, and a signal ended the worker of the second attempt.
+    """A signal ended the worker while it compiled a grammar, in the second attempt as well as in the first.
 
-    `is_from_outside`: the process did not cause the signal itself. The kernel kills processes if memory is short.
+    `is_from_outside` is set if the process did not cause the signal: the kernel kills processes if memory is short.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -34,10 +34,10 @@ class WorkerKilled(Exception):
 
 
 class Sandbox:
-    """Runs one worker process, and starts a new worker if the last one has ended. Use it in one thread."""
+    """Runs one worker process, and replaces it when it has ended. Use it in one thread at a time."""
 
     def __init__(self, vocabulary: Vocabulary, *, timeout_s: float, memory_bytes: int) -> None:
-        """One grammar may take `timeout_s` of CPU time, and `memory_bytes` beside the vocabulary."""
+        """One grammar may use `timeout_s` of CPU time, and `memory_bytes` in addition to the vocabulary."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
@@ -45,11 +45,11 @@ class Sandbox:
         self._is_interrupted = False
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile and try a grammar.
+        """Compile and test a grammar. Blocks until the worker answers or ends.
 
         Raises:
             Unusable: the grammar cannot be used, or cannot be compiled within the limits.
-            WorkerKilled: a signal ended the worker twice, or once after `interrupt`.
+            WorkerKilled: a signal ended the worker twice, or once if `interrupt` was called.
             Failure: the worker ended for another reason.
         """
         try:
@@ -78,20 +78,20 @@ class Sandbox:
         return Compiled(**answer)
 
     def interrupt(self) -> None:
-        """Kill the worker. The grammar that the worker compiles is not tried again. Any thread may call this method."""
+        """Kill the worker. The grammar that it is compiling is not retried. Thread-safe."""
         self._is_interrupted = True
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """Kill the worker, and block until the worker has ended."""
+        """Kill the worker and wait until it has ended."""
         self.interrupt()
         if self._process is not None:
             self._wait_for(self._process)
 
     def _living(self) -> subprocess.Popen[bytes] | None:
-        """Return the worker, or None if it has ended since the last grammar, so that the next one is not blamed."""
+        """Return the worker, or None if it ended after the last grammar; otherwise the next one would be blamed."""
         if self._process is not None and self._process.poll() is not None:
             self._wait_for(self._process)
         return self._process
@@ -102,7 +102,7 @@ class Sandbox:
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crash in native code writes lines that would only confuse the log's readers
+            stderr=subprocess.DEVNULL,  # a crash in native code writes lines that would confuse readers of the log
         )
         stdin, _ = _pipes_of(process)
         settings = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes}
@@ -112,7 +112,7 @@ class Sandbox:
         return process
 
     def _error_of_end(self, process: subprocess.Popen[bytes]) -> Unusable | WorkerKilled | Failure:
-        """Return the error for the grammar that the worker compiled when it ended."""
+        """Return the error for the grammar that was being compiled when the worker ended."""
         code = self._wait_for(process)
         if code == -signal.SIGPROF:  # the limit of CPU time, which does not depend on other processes
             return Unusable(f"compiling takes longer than {self._timeout_s:g} s of CPU; make it simpler")
@@ -121,7 +121,7 @@ class Sandbox:
         return Failure(f"the process that compiles grammars has ended with {code}")
 
     def _wait_for(self, process: subprocess.Popen[bytes]) -> int:
-        """Block until the worker ends, and forget the worker. Returns the exit code, which is below 0 for a signal."""
+        """Wait until the worker ends, and drop it. Returns its exit code, which is negative for a signal."""
         self._process = None
         stdin, stdout = _pipes_of(process)
         with suppress(BrokenPipeError):
@@ -133,7 +133,7 @@ class Sandbox:
 
 
 def _pipes_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    """Return the standard input and output of a worker."""
+    """Return a worker's standard input and output."""
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
     return process.stdin, process.stdout

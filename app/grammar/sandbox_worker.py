@@ -1,10 +1,10 @@
-"""The process in which a grammar is compiled for the first time (`python -m app.grammar.sandbox_worker`).
+"""The process that compiles a grammar for the first time (`python -m app.grammar.sandbox_worker`).
 
-Some grammars make the compiler overflow its stack, take gigabytes, or run for minutes. Such a grammar ends only this
-process, by a limit or by a crash, and `sandbox.py` starts a new one.
+Some grammars make the compiler overflow its stack, allocate gigabytes, or run for minutes. Such a grammar ends only
+this process, by a limit or a crash, and `sandbox.py` starts a new one.
 
 The process reads a line of settings and the vocabulary from its standard input, then one grammar per line. For each
-grammar, the process writes one line: a `Compiled` of `compiling.py`, or the reason why the grammar cannot be used.
+grammar, it writes one line: a `Compiled` of `compiling.py`, or the reason why the grammar cannot be used.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from app.engine.request import GrammarKind
 from app.grammar.compiling import Unusable, compiled
 from app.grammar.vocabulary import Vocabulary
 
-# Limit of wall clock time for the start and for each grammar. A machine with little CPU time may be slow, but must end.
+# Wall clock limit for the start and for each grammar. It is generous, because a busy machine may be slow.
 MAX_WALL_S = 60.0
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Compile grammars until the input ends."""
     signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # the signal has no handler, so it ends the process
     lower_priority()
     _die_first()
@@ -42,7 +42,7 @@ def main() -> None:
     tokenizer = vocabulary.for_matching()
     limit = _address_space() + settings["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # The threads that compile a grammar after the sandbox have eight times this stack.
+    # The engine's threads, which compile a tested grammar again, have eight times this stack.
     stack_bytes = 1 << 20
     threading.stack_size(stack_bytes)
     answering = threading.Thread(target=_answer_all, args=(tokenizer, vocabulary.special_texts, settings["timeout_s"]))
@@ -54,7 +54,7 @@ def _answer_all(tokenizer: LLTokenizer, special: Mapping[str, int], timeout_s: f
     signal.setitimer(signal.ITIMER_REAL, 0)
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
-        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time of this process; also a signal without a handler
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time of this process; its signal has no handler either
         answer = _answer(tokenizer, special, json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -74,13 +74,13 @@ def _answer(tokenizer: LLTokenizer, special: Mapping[str, int], wanted: dict[str
 
 
 def _die_first() -> None:
-    """Make the kernel kill this process before the replica if memory is short."""
+    """Make the kernel kill this process first, instead of the replica, if memory is short."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _address_space() -> int:
-    """Return the bytes that this process has mapped."""
+    """Return the size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

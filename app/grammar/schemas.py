@@ -1,6 +1,6 @@
-"""Rewrites JSON schemas for the compiler without a change of meaning, and drops keywords that it does not support.
+"""Rewrites JSON schemas for the compiler without changing their meaning, and drops keywords that it cannot enforce.
 
-A dropped keyword is named by its place, such as `properties.to.pattern`.
+A dropped keyword is reported by its path, such as `properties.to.pattern`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from urllib.parse import quote, unquote
 
 from app.json_schema import NAMED_SCHEMAS, SCHEMA_KEYWORDS, Json, Place, changed
 
-ErrorOf = Callable[[Json], str | None]  # returns the reason why the compiler cannot keep a schema; None: it can
-Drops = dict[Place, str]  # the reasons why keywords are dropped, by place; "" for an unknown reason
+ErrorOf = Callable[[Json], str | None]  # returns the compiler's error for a schema, or None if it compiles
+Drops = dict[Place, str]  # maps the path of each dropped keyword to the reason; "" if the reason is unknown
 
 _COUNTS = frozenset("maxItems maxLength maxProperties minItems minLength minProperties".split())
 _EXACT = frozenset("const enum exclusiveMaximum exclusiveMinimum maximum minimum multipleOf".split())
 _ASKING = _COUNTS | _EXACT | SCHEMA_KEYWORDS | NAMED_SCHEMAS | {"$ref", "format", "pattern", "required", "type"}
 _MAY_BE_NULL = frozenset(("$defs", "const", "definitions"))
 _TYPES = frozenset("array boolean integer null number object string".split())
-# A question to the compiler takes a millisecond of CPU or more. Keywords in doubt after this number are dropped.
-_MAX_QUESTIONS = 256
-_FLOAT_BITS = 63  # the compiler writes integers of up to 63 bits digit by digit, if a float can represent them
-# The characters of a pointer that are not encoded in a reference (RFC 3986, section 3.5).
+# A trial compilation takes a millisecond of CPU or more. Keywords still in doubt after this many trials are dropped.
+_MAX_TRIALS = 256
+_FLOAT_BITS = 63  # the compiler writes integers of up to 63 bits exactly, if a float can represent them
+# The characters of a pointer that a reference does not encode (RFC 3986, section 3.5).
 _PLAIN_CHARACTERS = "/~!$&'()*+,;=:@-._?"
 
 
 def exact(schema: Json) -> tuple[Json, Drops]:
-    """Rewrite a schema without the keywords that the compiler would misread or keep only in part.
+    """Rewrite a schema without the keywords that the compiler would misread or enforce only in part.
 
-    Dropped are keywords with the value null, and with integers that no float can represent, because the compiler
-    counts in floats. Counts such as `1.0` become integers, types such as `STRING` become lower case, and references are
-    encoded.
+    Drops keywords with the value null, and those with integers that no float can represent, because the compiler
+    calculates with floats. Counts such as `1.0` become integers, types such as `STRING` become lower case, and
+    references are encoded.
     """
     dropped: Drops = {}
 
@@ -63,7 +63,7 @@ def _why_not_exact(name: str, value: Any) -> str | None:
 
 
 def _inexact(value: Any) -> Iterator[int]:
-    """Yield the integers in a value that no float can represent or that the compiler writes as floats."""
+    """Yield the integers in a value that the compiler would not write exactly."""
     if isinstance(value, list | dict):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _inexact(inner)
@@ -82,7 +82,7 @@ def _rewritten(name: str, value: Any, root: Json) -> Any:
 
 
 def _pointer(ref: str, root: Json) -> str:
-    """Return the JSON pointer of a reference into its own schema. Some clients do not encode the pointer."""
+    """Return the decoded JSON pointer of a reference into its own schema. Some clients send the pointer unencoded."""
     decoded, plain = unquote(ref[1:]), ref[1:]
     return plain if not _has(root, decoded) and _has(root, plain) else decoded
 
@@ -100,25 +100,25 @@ def _has(root: Any, pointer: str) -> bool:
 
 
 def shown(place: Place, name: str = "") -> str:
-    """Return a place as text for answers and errors. Only the end of a long place is shown."""
+    """Return a path as text for responses and errors. A long path is cut at its start."""
     text = ".".join(filter(None, (name, *place)))
     max_length = 75
     return text if len(text) <= max_length else f"...{text[3 - max_length :]}"
 
 
-class SchemaKeeper:
-    """Finds the keywords in one grammar's schemas that the compiler does not support, by trial compilations."""
+class SchemaReducer:
+    """Finds the keywords in one grammar's schemas that the compiler does not support, by compiling parts of them."""
 
     def __init__(self, error_of: ErrorOf) -> None:
         self._error_of = error_of
         self._num_questions = 0
-        self._is_refused: dict[str, bool] = {}  # by part of a schema, as JSON
+        self._is_refused: dict[str, bool] = {}  # results of trials, by the JSON text of the part that was compiled
 
     def kept(self, schema: Json) -> tuple[Json, Drops]:
-        """Return the schema without keywords that cannot be kept. The result may still match no document.
+        """Return the schema without the keywords that do not compile. The result may still match no document.
 
-        Each keyword is tried alone. If that is not enough, the keywords of each schema are tried together, without
-        inner schemas. The last candidate is `oneOf`, which a lenient compiler treats as `anyOf`.
+        First, each keyword is compiled alone. If that is not enough, the keywords of each schema are compiled together,
+        without inner schemas. The last candidate is `oneOf`, which a lenient compiler treats as `anyOf`.
         """
         dropped: Drops = {}
         schema = self._without(schema, self._keywords_alone(schema), dropped)
@@ -168,7 +168,7 @@ class SchemaKeeper:
         return drops | self._refused(units)
 
     def _keywords_together(self, schema: Json) -> Drops:
-        """Return keywords to drop, the last first, from each schema with keywords that cannot be kept together."""
+        """Return keywords to drop, last first, from each schema whose keywords do not compile together."""
         outlines: dict[Place, Json] = {}
 
         def note(one: Json, place: Place) -> Json:
@@ -188,27 +188,27 @@ class SchemaKeeper:
         some: Json = {}
         too_many: list[Place] = []
         for pattern in patterns:
-            if self._is_kept({"patternProperties": {**some, pattern: True}}):
+            if self._compiles({"patternProperties": {**some, pattern: True}}):
                 some[pattern] = True
             else:
                 too_many.append(("patternProperties", pattern))
         left = outline | ({"patternProperties": some} if patterns else {})
         for name in [name for name in reversed(outline) if name not in ("type", "properties", "patternProperties")]:
-            if self._is_kept(left):
+            if self._compiles(left):
                 break
             del left[name]
             too_many.append((name,))
         return too_many
 
     def _alternatives(self, schema: Json) -> Drops:
-        """Return the places of `oneOf` if its schemas are not known to exclude one another."""
+        """Return the paths of each `oneOf` whose schemas the compiler does not know to exclude one another."""
         definitions: Json = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
         drops: Drops = {}
 
         def note(one: Json, place: Place) -> Json:
             if "oneOf" in one:
                 self._num_questions += 1
-                is_asked = self._num_questions < _MAX_QUESTIONS
+                is_asked = self._num_questions < _MAX_TRIALS
                 why = self._error_of({**definitions, "oneOf": one["oneOf"]}) if is_asked else "oneOf is not asked for"
                 if why is not None and "oneOf" in why:
                     drops[(*place, "oneOf")] = why
@@ -220,7 +220,7 @@ class SchemaKeeper:
     # ------------------------------------------------------------------ how
 
     def _refused(self, units: dict[Place, Json]) -> Drops:
-        """Return the places of the units that cannot be kept; only the first place has a reason."""
+        """Return the paths of the units that do not compile. Only the first one carries a reason."""
         written = {place: json.dumps(unit, sort_keys=True) for place, unit in units.items()}
         unknown: dict[str, dict[str, None]] = {}  # distinct units without a result, grouped by keyword
         for place, unit in written.items():
@@ -238,19 +238,19 @@ class SchemaKeeper:
         return drops
 
     def _find_refused(self, units: Sequence[str]) -> None:
-        """Store for each unit whether it can be kept. Bisects the units, and asks for a whole half at once."""
+        """Determine for each unit whether it compiles. Bisects the units and compiles a whole half at once."""
         if self._are_kept(units):
             return
-        if len(units) == 1 or self._num_questions >= _MAX_QUESTIONS:
+        if len(units) == 1 or self._num_questions >= _MAX_TRIALS:
             self._is_refused.update(dict.fromkeys(units, True))
             return
         half = len(units) // 2
         self._find_refused(units[:half])
         self._find_refused(units[half:])
 
-    def _is_kept(self, unit: Json) -> bool:
-        """Return whether a unit can be kept; False if no questions are left."""
-        return self._num_questions < _MAX_QUESTIONS and self._are_kept([json.dumps(unit, sort_keys=True)])
+    def _compiles(self, unit: Json) -> bool:
+        """Return whether a unit compiles; False if no trials are left."""
+        return self._num_questions < _MAX_TRIALS and self._are_kept([json.dumps(unit, sort_keys=True)])
 
     def _are_kept(self, units: Sequence[str]) -> bool:
         self._num_questions += 1
@@ -265,7 +265,7 @@ def _keyword_of(place: Place) -> str:
 
 
 def _all_of(units: Sequence[Json]) -> Json:
-    """Return a schema that can be kept if all units can, even if no document matches one of the units."""
+    """Return a schema that compiles if all units do, even if no document matches one of them."""
     return {"type": "object", "properties": {str(number): unit for number, unit in enumerate(units)}}
 
 
@@ -275,7 +275,7 @@ def _is_type(value: Any) -> bool:
 
 
 def _outline(name: str, value: Any) -> Any:
-    """Return a keyword's value with each inner schema replaced by True, because inner schemas are tried separately."""
+    """Return a keyword's value with inner schemas replaced by True, because they are compiled separately."""
     if name in SCHEMA_KEYWORDS and isinstance(value, list):
         return [True if isinstance(inner, dict) else inner for inner in value]
     if name in SCHEMA_KEYWORDS and isinstance(value, dict):

@@ -1,18 +1,17 @@
-"""Grammars of the kind TAGS: free text, in which each trigger starts a piece that must match a grammar.
+"""Grammars of the kind TAGS: free text in which each trigger starts a piece that must match a grammar.
 
-The text of such a grammar is a JSON object of lists. `schemas` has objects with a `schema` and `is_lenient`. `larks`
-has objects with a `lark`, which is a grammar. Both kinds of objects have a `name`, such as a tool's name. `tags` has
-objects with
+The text of such a grammar is a JSON object of three lists. Each entry of `schemas` holds a `schema` and `is_lenient`;
+each entry of `larks` holds a grammar as `lark`. Both carry a `name`, such as a tool's name. Each entry of `tags` holds
 
-    trigger     the text that starts the piece; after the complete trigger, the rest of the piece must follow. A grammar
-                of one tag may have an empty trigger; such a grammar allows no free text
-    is_opening  the piece may only start the output; white space is allowed outside quotes
+    trigger     the text that starts the piece; once it is complete, the content must follow. In a grammar with only one
+                tag, the trigger may be empty; such a grammar allows no free text
+    is_opening  whether the piece can only start the output; the trigger may then contain white space outside of quotes
     content     a list of parts that follow the trigger
-    is_last     the output ends after the piece; otherwise free text and other pieces may follow
+    is_last     whether the output ends after the piece; otherwise free text and other pieces may follow
 
 A part is a text, {"pattern": regular expression}, {"schema": number}, {"lark": number}, {"any": [content, …]}, or
-{"repeat": content} (zero or more times). For the text of a special token within a text, the model may generate the
-token or its text.
+{"repeat": content} (zero or more times). Where a text contains the text of a special token, the model may generate
+either the token or its text.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WriteRule = Callable[[Json], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """All pieces with one trigger. Each piece has one of the contents."""
+    """All pieces with one trigger. Each piece matches one of the contents."""
 
     trigger: str
     is_opening: bool
@@ -38,7 +37,7 @@ class Tag:
 
 
 def read_tags(text: str) -> list[Tag]:
-    """Return the tags of a grammar's text, one tag for each trigger."""
+    """Parse a grammar's text and return one tag per trigger."""
     groups: dict[tuple[str, bool], list[Json]] = {}
     for tag in json.loads(text)["tags"]:
         groups.setdefault((tag["trigger"], tag["is_opening"]), []).append(tag)
@@ -58,15 +57,15 @@ def larks_of_tags(
 ) -> list[str]:
     """Return a Lark grammar for the content after each trigger.
 
-    `special`: the ids of special tokens by text. `writers`: functions that write the rules for objects of `schemas` and
-    `larks`, by `"schema"` and `"lark"`. `options` is added to the end of each grammar.
+    `special` maps the texts of special tokens to their ids. `writers` maps `"schema"` and `"lark"` to functions that
+    write the rule for an entry of `schemas` or `larks`. `options` is appended to each grammar.
     """
     forms = json.loads(text)
     return [_Lark(forms, special, writers).grammar(tag.contents) + options for tag in read_tags(text)]
 
 
 class _Lark:
-    """Converts contents, and the schemas and grammars that they name, to Lark."""
+    """Converts contents, and the schemas and grammars that they refer to, to Lark."""
 
     def __init__(self, forms: Json, special: Mapping[str, int], writers: Mapping[str, WriteRule]) -> None:
         self._forms = forms

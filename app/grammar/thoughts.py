@@ -1,4 +1,4 @@
-"""Matchers of outputs that start with a thought: free text between two marks, before the structured output."""
+"""Matchers for outputs that start with a thought: free text between two marks, before the structured output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from app.engine.matcher import with_tokens, without_tokens
 from app.engine.request import Thought
-from app.grammar.free_text import FreePlace, FreeText, TokenTable, Trigger
+from app.grammar.free_text import FreeText, FreeTextState, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, LazyMatcher, TaggedMatcher, either
 
 BeginOutput = Callable[[], GrammarMatcher | TaggedMatcher | None]  # returns None if the output may be any text
@@ -16,14 +16,14 @@ _MAX_BLANKS = 4  # tokens of white space between a thought and the output
 
 
 class _Phase(Enum):
-    BEFORE = auto()  # no text, or only white space and a start of the first mark
+    BEFORE = auto()  # nothing so far, or only white space and a prefix of the first mark
     INSIDE = auto()
-    BEHIND = auto()  # after the thought, with no text or only white space
+    BEHIND = auto()  # after the thought, with nothing or only white space since
     OUTPUT = auto()
 
 
 class ThoughtText:
-    """The state that all matchers of thoughts with the same end mark share."""
+    """Data shared by all matchers of thoughts with the same end mark."""
 
     def __init__(self, table: TokenTable, thought: Thought) -> None:
         self.table = table
@@ -31,12 +31,12 @@ class ThoughtText:
 
 
 class ThoughtMatcher(LazyMatcher):
-    """Allows a thought, then the output by the output's matcher, or any text without such a matcher."""
+    """Allows a thought, and then the output that its own matcher allows, or any text if it has no matcher."""
 
     def __init__(
         self, text: ThoughtText, thought: Thought, begin_output: BeginOutput, *, end_token_ids: Collection[int]
     ) -> None:
-        """`end_token_ids` are not allowed within the thought if the output has a matcher."""
+        """If the output has a matcher, `end_token_ids` are banned in the thought, so that the output follows it."""
         super().__init__()
         self._table, self._free = text.table, text.free
         self._thought = thought
@@ -44,8 +44,8 @@ class ThoughtMatcher(LazyMatcher):
         self._output = begin_output()
         self._end_token_ids = end_token_ids
         self._phase = _Phase.INSIDE if thought.is_open else _Phase.BEFORE
-        self._written = b""  # text before the thought, which may become the first mark
-        self._may_be_output = True  # `_written` may be output
+        self._written = b""  # text so far in the phase BEFORE, which may become the first mark
+        self._may_be_output = True  # whether `_written` may also be output
         self._place = self._free.middle
         self._num_tokens = self._num_blanks = 0
 
@@ -95,7 +95,7 @@ class ThoughtMatcher(LazyMatcher):
                 self._advance_output(token_id)
 
     def _consume_before(self, token_id: int) -> None:
-        """Consume a token before the thought. The token belongs to the mark and the output until one is certain."""
+        """Consume a token before the thought. Until it is decided, the token counts both as mark and as output."""
         self._written += self._text_of(token_id)
         written = self._written.lstrip()
         if written.startswith(self._begin):
@@ -113,7 +113,7 @@ class ThoughtMatcher(LazyMatcher):
     def _consume_inside(self, token_id: int) -> None:
         self._num_tokens += 1
         reached = self._free.after(self._place, token_id)
-        if isinstance(reached, FreePlace):
+        if isinstance(reached, FreeTextState):
             self._place = reached
         else:
             self._phase = _Phase.BEHIND
@@ -123,7 +123,7 @@ class ThoughtMatcher(LazyMatcher):
             self._output.advance(token_id)
 
     def _is_blank_between(self, token_id: int) -> bool:
-        """Return whether a token is white space between the thought and the output that the output does not allow."""
+        """Return whether a token is white space after the thought that the output itself does not allow."""
         is_blank = self._num_blanks < _MAX_BLANKS and self._table.texts[token_id].isspace()
         return is_blank and not self._is_in_output(token_id)
 
@@ -142,7 +142,7 @@ class ThoughtMatcher(LazyMatcher):
         return self._thought.max_tokens is not None and self._num_tokens >= self._thought.max_tokens
 
     def _ending(self) -> list[int]:
-        """Return the longest token that writes the rest of the end mark, or a start of that rest, as a list."""
+        """Return a list with the longest token that is the rest of the end mark or a prefix of that rest."""
         return self._table.beginning(self._thought.end.encode()[len(self._place.tail) :])[:1]
 
     def _text_of(self, token_id: int) -> bytes:

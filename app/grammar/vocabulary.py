@@ -1,7 +1,7 @@
-"""The bytes of every token, which grammars are matched against.
+"""The bytes of every token, against which grammars are matched.
 
-Reading a large tokenizer blocks a process for a second. So a separate process (`python -m app.grammar.vocabulary`)
-reads the tokenizer and writes the vocabulary to its standard output.
+Reading a large tokenizer blocks a process for a second. Therefore a separate process (`python -m
+app.grammar.vocabulary`) reads the tokenizer and writes the vocabulary to its standard output.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from app.child_process import child_command, child_environment
 from app.errors import InvalidSetup
 
-READ_CPU_S = 60.0  # limit for one tokenizer; the largest tokenizers take a few seconds
+READ_CPU_S = 60.0  # limit for one tokenizer; even the largest ones take only a few seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The bytes of a model's tokens by id; b"" for an id without a token."""
+    """The bytes of a model's tokens, indexed by id. An id without a token has b""."""
 
     tokens: tuple[bytes, ...]
     special_token_ids: tuple[int, ...]
@@ -37,12 +37,12 @@ class Vocabulary:
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """The ids of the special tokens that have a text, by text."""
+        """Maps the texts of special tokens to their ids. Tokens without a text are left out."""
         found = ((self.tokens[token_id].decode(errors="replace"), token_id) for token_id in self.special_token_ids)
         return {text: token_id for text, token_id in found if text}
 
     def write(self, file: IO[bytes]) -> None:
-        """Write a line of JSON and the bytes of all tokens."""
+        """Write a line of JSON, followed by the bytes of all tokens."""
         header = {
             "lengths": [len(token) for token in self.tokens],
             "special_token_ids": self.special_token_ids,
@@ -68,7 +68,7 @@ class _Tokens(TokenizerWrapper):
     """The interface that llguidance requires from a custom tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # `TokenizerWrapper.__init__` is not called: it requires an encoder.
+        # `TokenizerWrapper.__init__` is not called, because it requires an encoder.
         self.is_tokenizer_wrapper = True
         self.bos_token_id = None
         self.tokens = vocabulary.tokens
@@ -82,10 +82,10 @@ class _Tokens(TokenizerWrapper):
 def read_vocabulary(
     location: str, revision: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Vocabulary:
-    """Return the vocabulary of the tokenizer in a folder or hub id, padded to `vocab_size` ids. Takes a second or more.
+    """Return the vocabulary of a tokenizer (a folder or hub id), padded to `vocab_size` ids. Blocks for over a second.
 
     Raises:
-        InvalidSetup: no tokenizer can be read, or reading the tokenizer takes too long.
+        InvalidSetup: no tokenizer can be read, or reading takes too long.
     """
     wanted = json.dumps([location, revision, vocab_size, eos_token_ids, READ_CPU_S])
     try:
@@ -106,11 +106,11 @@ def read_vocabulary(
 
 
 def main() -> None:
-    """Read a tokenizer and write its vocabulary."""
+    """Read the tokenizer that the command line names, and write its vocabulary to the standard output."""
     location, revision, vocab_size, eos_token_ids, limit_s = json.loads(sys.argv[1])
-    # CPU time of this process, because wall clock time depends on the load of the machine. The signal has no handler.
+    # Limit CPU time, because wall clock time depends on the machine's load. The unhandled signal ends the process.
     signal.setitimer(signal.ITIMER_PROF, limit_s)
-    from transformers import PreTrainedTokenizerFast  # takes a second, and other processes import this module
+    from transformers import PreTrainedTokenizerFast  # takes a second, which importers of this module must not pay
 
     backend = PreTrainedTokenizerFast.from_pretrained(
         location, revision=revision, trust_remote_code=False

@@ -1,8 +1,8 @@
-"""The files of answers that are being generated.
+"""Log files that store answers while they are generated.
 
-Appended bytes wait in memory until they are written. A full disk delays only the answers on that disk: the write is
-retried. A slow disk blocks the event loop once; after that, a thread writes. Readers get a byte only after the file has
-the byte, so a client never reads a token that would be lost if this process died.
+Appended bytes are buffered in memory until they are written. If the disk is full, only the answers on that disk wait,
+and their writes are retried. A slow disk blocks the event loop once; after that, a thread writes. Readers receive bytes
+only once they are in the file, so a client never reads a token that a crash of this process would lose.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from app.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES = 1024 * 1024  # unwritten bytes of one answer; with more, `append` waits until all are written
-READ_BYTES = 256 * 1024  # the most bytes that one read of a file returns
-_TAIL_BYTES = 16 * 1024  # the end of a file stays in memory for readers of a growing file
-# A round of writes that takes longer is slow. The event loop itself writes to a fast storage: a thread would have to
-# wait for the interpreter's lock after each write, which doubles the time and delays the readers.
+MAX_PENDING_BYTES = 1024 * 1024  # above this many unwritten bytes of one answer, `append` waits until all are written
+READ_BYTES = 256 * 1024  # the largest piece that one read returns
+_TAIL_BYTES = 16 * 1024  # the last bytes of a file stay in memory, so that readers of a growing file need no disk read
+# A round of writes that takes longer counts as slow. Fast storage is written from the event loop itself, because a
+# thread must wait for the interpreter's lock after each write, which doubles the time and delays the readers.
 _SLOW_S = 0.01
 
-Take = Callable[[bytes], bool]  # receives the next bytes of an answer; returns False to refuse the bytes
+Take = Callable[[bytes], bool]  # receives the next bytes of an answer and returns False to refuse them
 
 
 class _Descriptor:
-    """An open file, which closes when the log and all writes in threads have dropped their references."""
+    """An open file, which is closed once the log and all writes in threads have dropped their references."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_WRONLY)
@@ -42,12 +42,12 @@ class _Descriptor:
 
 
 class AnswerLog:
-    """The file of one answer. Belongs to one event loop."""
+    """The log file of one answer. Use it on one event loop; only `sync` may run in another thread."""
 
     def __init__(self, path: Path, writer: LogWriter, num_bytes: int, *, content: bytes = b"") -> None:
-        """Open an existing file, whose first `num_bytes` bytes are valid. Raises OSError.
+        """Open an existing file whose first `num_bytes` bytes are valid. Raises OSError.
 
-        `content`, if given, is the whole content of the file. Readers then get the end of the file from memory.
+        A caller that knows the file's whole content passes it as `content`, so that readers get its tail from memory.
         """
         self.path = path
         self.num_bytes = num_bytes  # the valid bytes in the file
@@ -60,7 +60,7 @@ class AnswerLog:
         self._waiting: list[tuple[asyncio.Future[int], Take | None]] = []  # readers and writers that await a change
 
     async def append(self, data: bytes) -> None:
-        """Queue bytes for writing. Waits if too many bytes are unwritten. Raises Unavailable for a broken storage."""
+        """Queue bytes for writing; wait if too many are unwritten. Raises Unavailable if the storage is broken."""
         self._pending += data
         self._writer.add(self)
         if len(self._pending) > MAX_PENDING_BYTES or self._failure is not None:
@@ -74,20 +74,20 @@ class AnswerLog:
             raise self._failure
 
     def sync(self) -> None:
-        """Sync the file to the disk. Blocks. Raises OSError."""
+        """Flush the file to the disk. Blocks. Raises OSError."""
         os.fsync(self._file.number)
 
     def close(self, end: AnswerEnd | None = None, failure: Exception | None = None) -> None:
-        """End the answer, dropping unwritten bytes. Readers get the end or the failure."""
+        """End the answer and drop its unwritten bytes. Readers receive `end`, or `failure` is raised in them."""
         self._end, self._failure = end, self._failure or failure
         self._pending.clear()
         self._wake()
 
     async def parts(self, offset: int, *, waits: bool, take: Take | None = None) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the bytes from `offset` on, then the end; `waits` includes bytes that come later. Raises the failure.
+        """Yield the bytes from `offset` on, then the end. Raises the failure of an answer that failed.
 
-        While a reader waits for the next part, new bytes go to `take` until `take` refuses some: waking the reader for
-        each token would cost several times as much.
+        With `waits`, the generator waits for bytes that are not written yet. Meanwhile new bytes are passed to `take`
+        until it refuses some, because waking the reader for each token would cost several times as much.
         """
         while True:
             if offset < self.num_bytes:
@@ -101,7 +101,7 @@ class AnswerLog:
                 raise self._failure
             elif not waits:
                 return
-            else:  # while a thread writes, a reader of the file may be ahead of `num_bytes` for a moment
+            else:  # while a thread writes, a reader of the file may briefly be ahead of `num_bytes`
                 offset = max(offset, await self._change(take if offset == self.num_bytes else None))
 
     async def _read(self, offset: int) -> bytes:
@@ -109,16 +109,16 @@ class AnswerLog:
         if in_tail >= 0:
             return bytes(self._tail[in_tail:])
         data = await asyncio.to_thread(read_piece, self.path, offset)
-        return data[: self.num_bytes - offset]  # later bytes belong to a write that is in progress or failed half-way
+        return data[: self.num_bytes - offset]  # later bytes belong to a write that is in progress or failed midway
 
     async def _change(self, take: Take | None = None) -> int:
-        """Wait for a change that `take` does not accept. Returns the number of bytes before that change."""
+        """Wait for a change that `take` does not accept. Returns the file's valid bytes before that change."""
         change: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((change, take))
         return await change
 
     def _wake(self, data: bytes = b"") -> None:
-        """Tell all waiting callers that `data` was written, or that something else changed if `data` is empty."""
+        """Notify all waiting callers that `data` was written or, if it is empty, that something else changed."""
         waiting, self._waiting = self._waiting, []
         for change, take in waiting:
             if change.done():  # the reader has left
@@ -128,14 +128,14 @@ class AnswerLog:
             else:
                 change.set_result(self.num_bytes - len(data))
 
-    # The writer calls these methods:
+    # Only `LogWriter` calls the following methods.
 
     def work(self) -> _Work:
-        """Return the next write: the file, the offset in the file, and the bytes."""
+        """Return the next write as (file, offset in the file, bytes)."""
         return self._file, self.num_bytes, bytes(self._pending)
 
     def note_written(self, data: bytes) -> bool:
-        """Note that the file has these bytes now. Returns whether there are more bytes to write."""
+        """Record that `data` is in the file. Returns whether more bytes are pending."""
         del self._pending[: len(data)]
         self.num_bytes += len(data)
         self._tail += data
@@ -145,7 +145,7 @@ class AnswerLog:
         return bool(self._pending)
 
     def note_broken(self, error: OSError) -> None:
-        """End the answer with a failure, because the storage will not accept the bytes later either."""
+        """Fail the answer after a write error that a retry would not cure."""
         logger.error("the answer %s cannot be stored: %s", self.path.name, error)
         self.close(failure=Unavailable("the server cannot store this answer; its log has the reason"))
 
@@ -154,25 +154,25 @@ _Work = tuple[_Descriptor, int, bytes]
 
 
 class LogWriter:
-    """Writes the appended bytes of all logs together."""
+    """Writes the pending bytes of all logs in rounds, on the event loop or, if the storage is slow, in a thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds, which decide whether the storage is slow."""
+        """`clock` returns seconds; it times each round of writes to detect slow storage."""
         self._clock = clock
         self.is_slow = False  # whether the last round of writes was slow
         self._waiting: dict[AnswerLog, None] = {}
-        self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # logs whose storage is full or gone at the moment
+        self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # retries of logs whose storage is full or unreachable
         self._writing: asyncio.Task[None] | None = None
 
     def add(self, log: AnswerLog) -> None:
-        """Schedule the pending bytes of a log to be written."""
+        """Schedule a write of the log's pending bytes. Does nothing while a retry of this log is scheduled."""
         if log not in self._put_off:
             self._waiting[log] = None
             if self._writing is None:
                 self._writing = asyncio.create_task(self._write())
 
     async def close(self) -> None:
-        """Cancel all retries and finish the queued writes."""
+        """Cancel all retries and wait until the queued writes are finished."""
         for timer in self._put_off.values():
             timer.cancel()
         if self._writing is not None:
@@ -208,7 +208,7 @@ class LogWriter:
 
 
 def _write_all(work: Sequence[_Work]) -> list[OSError | None]:
-    """Make all writes. Returns the error of each write, or None."""
+    """Perform all writes. Returns the error or None for each of them."""
     errors: list[OSError | None] = []
     for file, offset, data in work:
         try:
@@ -220,15 +220,15 @@ def _write_all(work: Sequence[_Work]) -> list[OSError | None]:
 
 
 def _write_at(file: int, offset: int, data: bytes) -> None:
-    """Write all of `data` at an offset in a file. The call may be repeated after an error. Raises OSError."""
+    """Write all of `data` at `offset`. Safe to repeat after an error. Raises OSError."""
     view = memoryview(data)
     while view:
-        num_written = os.pwrite(file, view, offset)  # a disk that becomes full may accept only a part
+        num_written = os.pwrite(file, view, offset)  # a disk that becomes full may accept only a part of the bytes
         view, offset = view[num_written:], offset + num_written
 
 
 def create_file(path: Path, content: bytes) -> None:
-    """Create a file with this content and sync it to the disk. Blocks. Raises OSError."""
+    """Create a file with this content, readable only by its owner, and flush it to the disk. Blocks. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         _write_at(file, 0, content)
@@ -238,7 +238,7 @@ def create_file(path: Path, content: bytes) -> None:
 
 
 def read_piece(path: Path, offset: int) -> bytes:
-    """Return up to `READ_BYTES` bytes from `offset` on; none after the end. Blocks. Raises NotFound and OSError."""
+    """Return up to `READ_BYTES` bytes from `offset` on; b"" at the end. Blocks. Raises NotFound or OSError."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -250,7 +250,7 @@ def read_piece(path: Path, offset: int) -> bytes:
 
 
 async def pieces_of(path: Path, offset: int = 0) -> AsyncGenerator[bytes, None]:
-    """Yield the content of a file from `offset` on, read in a thread. Raises NotFound and OSError."""
+    """Yield the content of a file from `offset` on; a thread reads it. Raises NotFound or OSError."""
     while piece := await asyncio.to_thread(read_piece, path, offset):
         yield piece
         offset += len(piece)

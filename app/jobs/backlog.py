@@ -1,8 +1,8 @@
-"""The items of a run that wait or are on an engine, and the items that lost their engine. Plain bookkeeping.
+"""Bookkeeping for a run's unfinished items: those that wait, those on an engine, and those whose engine died.
 
-When an engine dies, each item on the engine is suspected. From the second death on, a suspect runs alone, after all
-other items, so that its neighbours are not blamed. An item that has lost its engine four times, the last two times
-alone, is given up.
+When an engine dies, every item on it may be the cause. An item that was present at two deaths becomes a suspect and
+runs alone, after all other items, so that its neighbours are not blamed for it. An item that was present at four
+deaths, the last two times alone, is given up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_DEATHS = 4
 
 
 class WaitingItem(Protocol):
-    """An item that can be computed: an `Item` for a service, or a `PreparedItem` for an engine."""
+    """An item ready to be computed: an `Item` for a service, or a `PreparedItem` for an engine."""
 
     @property
     def number(self) -> int: ...
@@ -44,19 +44,19 @@ class _OnEngine(Generic[ItemT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The consequences of the death of an engine."""
+    """The items that an engine's death affected."""
 
-    given_up: tuple[InvalidItem, ...]  # items that are not retried
-    begun: tuple[int, ...]  # items that had begun and are retried
+    given_up: tuple[InvalidItem, ...]  # items that will not be retried
+    begun: tuple[int, ...]  # numbers of the items that had begun and will be retried
 
 
 class Backlog(Generic[ItemT]):
-    """The items of a run that were read from the input and have no result yet. For use in one event loop."""
+    """The items of a run that were read from the input and have no result yet. Use it in one event loop only."""
 
     def __init__(self, ended: ItemSet, deaths: Mapping[int, int] | None = None) -> None:
-        """`ended` has the items with a result; only the caller adds items to the set.
+        """`ended` holds the items with a result; the caller keeps adding to it, and the backlog only reads it.
 
-        `deaths` gives, for each item, how many earlier processes died with the item.
+        `deaths` maps an item's number to the count of earlier processes that died while computing it.
         """
         self._ended = ended
         self._waiting: deque[ItemT] = deque()
@@ -76,12 +76,12 @@ class Backlog(Generic[ItemT]):
 
     @property
     def num_suspects(self) -> int:
-        """Items that wait until no other item is left."""
+        """Number of items that may have killed an engine and wait to run alone."""
         return len(self._suspects)
 
     @property
     def num_known(self) -> int:
-        """Items that wait or are on an engine."""
+        """Number of items that wait or are on an engine."""
         return len(self._known)
 
     @property
@@ -90,7 +90,7 @@ class Backlog(Generic[ItemT]):
         return not self._known
 
     def add(self, items: Iterable[ItemT]) -> list[InvalidItem]:
-        """Add items from the input, except items that have ended or were added before. Returns the items to give up."""
+        """Add items from the input; skip those that have ended or are known. Returns the items to give up at once."""
         given_up = []
         for item in items:
             if item.number in self._ended or item.number in self._known:
@@ -103,7 +103,7 @@ class Backlog(Generic[ItemT]):
         return given_up
 
     def items_on(self, engine: int) -> KeysView[int]:
-        """Return the items that are on an engine."""
+        """Return a live view of the numbers of the items on an engine."""
         return self._on(engine).items.keys()
 
     def num_requests_on(self, engine: int) -> int:
@@ -117,7 +117,7 @@ class Backlog(Generic[ItemT]):
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[ItemT]:
-        """Return items, or one suspect if no other item is left, and note that the engine has them.
+        """Assign waiting items to an engine, or one suspect once nothing else is left. Returns them.
 
         The last item may need more than the `room` requests that remain.
         """
@@ -134,15 +134,15 @@ class Backlog(Generic[ItemT]):
         return taken
 
     def is_alone(self, engine: int) -> bool:
-        """Return whether the only item on an engine is a suspect."""
+        """Return whether the engine is running a single suspect."""
         return self._on(engine).is_alone
 
     def begin(self, engine: int, items: Iterable[int]) -> None:
-        """Note that these items have begun."""
+        """Record that the engine has started to compute these items."""
         self._on(engine).begun.update(items)
 
     def settle(self, engine: int, items: Iterable[int]) -> None:
-        """Remove items that have ended on the engine."""
+        """Remove items that have ended on the engine and clear their record of deaths."""
         on_engine = self._on(engine)
         for number in items:
             del on_engine.items[number]
@@ -151,7 +151,7 @@ class Backlog(Generic[ItemT]):
         on_engine.is_alone = on_engine.is_alone and bool(on_engine.items)
 
     def give_back(self, engine: int, item: int) -> bool:
-        """Move an item from the engine to the end of the queue, where an item that is refused often delays no other.
+        """Return an item that the engine refused to the end of the queue, so that it does not delay other items.
 
         Returns whether the item had begun.
         """
@@ -163,7 +163,7 @@ class Backlog(Generic[ItemT]):
         return had_begun
 
     def lose(self, engine: int) -> Loss:
-        """Move a dead engine's items to the front of the queue in their order, except suspects and items given up."""
+        """Requeue a dead engine's items, in order, at the front of the queue, except suspects and items given up."""
         on_engine = self._engines.pop(engine, _OnEngine())
         given_up, again = [], []
         for number, item in on_engine.items.items():

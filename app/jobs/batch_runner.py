@@ -1,7 +1,7 @@
 """Runs batches from `validating` to their end, and resumes batches after a crash.
 
 A batch pauses while the storage fails or is nearly full, and while its owner's share is used up. The runner retries
-until the storage works or the batch expires, and deletes no result. Results that exist by then are in the output file.
+until the storage works or the batch expires. An expired batch still delivers the results that it has.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from app.jobs.space import RESERVE_OF_WORK, shortage_of_disk, shortage_of_share
 logger = logging.getLogger(__name__)
 
 SPACE_LOOK_EVERY_S = 1.0
-# The part of the disk's reserve that output files leave free. A batch paused by a full disk can still write its files.
+# The share of the disk's reserve that output files leave free; less than for items, so that paused batches can end.
 _RESERVE_OF_FILES = 0.25
 
-# The final state of a batch, by its state when its items stopped.
+# Maps the state of a batch when its items stopped to its final state.
 _ENDS = {
     JobState.FINALIZING: JobState.COMPLETED,
     JobState.CANCELLING: JobState.CANCELLED,
@@ -62,7 +62,7 @@ class BatchRunner:
         clock: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
-        """`catalog` is used in `thread` only. `folder` has one folder of results for each batch, named by the batch id.
+        """`catalog` is used in `thread` only. `folder` holds one folder of results per batch, named by the batch id.
 
         `clock` returns seconds since 1970. `on_end` is called when a batch ends.
         """
@@ -75,16 +75,17 @@ class BatchRunner:
         self._config = config
         self._clock = clock
         self._on_end = on_end
-        self._rates: dict[str, RecentRate] = {}  # the rate of output tokens, by owner
+        self._rates: dict[str, RecentRate] = {}  # output tokens per second, by owner
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch id, like most dicts below
         self._owners: dict[str, str] = {}
-        # One lock for each owner: reading or writing whole files takes a thread seconds, and all owners share threads.
+        # One lock per owner. Reading or writing a whole file occupies a thread for seconds, and all owners share the
+        # threads, so no owner may occupy more than one of them.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stops: dict[str, asyncio.Event] = {}
         self._pauses: dict[str, ItemError] = {}
         self._logged_at: dict[tuple[type, int | None], float] = {}  # times of logged storage failures, by kind
-        self._results: dict[str, ResultStore] = {}  # stores of the batches that have begun and not ended
-        self._counted: dict[str, asyncio.Event] = {}  # set when the counts of a batch are known, or cannot be read
+        self._results: dict[str, ResultStore] = {}  # open stores of the batches that have begun and not ended
+        self._counted: dict[str, asyncio.Event] = {}  # set once a batch's counts are known or cannot be read
         self.num_completed = 0  # items that this process completed without an error
         self.num_failed = 0  # items that this process ended with an error
 
@@ -94,19 +95,18 @@ class BatchRunner:
         return Counter(self._owners.values())
 
     def stored_bytes(self) -> Counter[str]:
-        """Return the bytes of each owner's files, responses and results of batches that have not ended."""
+        """Return the bytes that each owner's files, stored responses and unfinished batch results occupy."""
         taken = Counter(self._catalog.bytes_by_owner)
         for job_id, results in self._results.items():
             taken[self._owners[job_id]] += results.num_bytes
         return taken
 
     def pause(self, job_id: str) -> ItemError | None:
-        """Return why a batch is paused, or None if the batch is not paused."""
+        """Return the reason why a batch is paused, or None if it is not paused."""
         return self._pauses.get(job_id)
 
     @property
     def num_paused(self) -> int:
-        """The number of paused batches."""
         return len(self._pauses)
 
     def tokens_per_s(self, owner: str) -> float:
@@ -114,17 +114,17 @@ class BatchRunner:
         return self._rates[owner].per_second(self._clock()) if owner in self._rates else 0.0
 
     def counts(self, job_id: str) -> Counts | None:
-        """Return the counts of a batch that has begun and not ended, or None for any other batch."""
+        """Return the item counts of a running batch, or None for a batch that has not begun or has ended."""
         results = self._results.get(job_id)
         return None if results is None else results.counts
 
     async def sweep(self) -> list[Job]:
-        """Remove the results of ended batches, which are in the output files. Call before any batch starts.
+        """Remove the results of ended batches and return the unfinished batches. Call before any batch starts.
 
-        The results of a batch that was given up without files stay until the catalog forgets the batch. Returns the
-        batches that have not ended.
+        The output files already contain the removed results. The results of a batch that was given up without files
+        stay until the catalog forgets the batch.
         """
-        # List the folder before asking the catalog: another process that has opened the folder since loses nothing.
+        # List the folder before the query, or a batch that another process starts in between would lose its results.
         there = {path.name for path in await asyncio.to_thread(lambda: [*self._folder.glob("*")])}
         unfinished = await self._thread.run(self._catalog.unfinished)
         given_up = await self._thread.run(self._catalog.given_up_ids)
@@ -133,7 +133,7 @@ class BatchRunner:
         return unfinished
 
     async def resume(self, jobs: Sequence[Job]) -> None:
-        """Resume batches of an earlier process. Returns when the counts are known, so that no client sees them fall."""
+        """Resume batches of an earlier process. Returns once their counts are known, so that no client sees a drop."""
         for job in jobs:
             self.start(job)
         begun = [job.id for job in jobs if job.status is not JobState.VALIDATING]
@@ -145,8 +145,8 @@ class BatchRunner:
         self._owners[job_id] = job.owner
         self._stops[job_id] = asyncio.Event()
         self._counted[job_id] = asyncio.Event()
-        # The task gets a new context, because Ray Serve stores the id of the request that created the batch in the
-        # current one. Calls with the same id that wait for a replica at the same time displace one another.
+        # Run the task in a new context. The current one carries Ray Serve's id of the request that created the batch,
+        # and calls with the same id displace one another while they wait for a replica.
         task = self._tasks[job_id] = asyncio.create_task(self._run(job_id), context=Context())
         task.add_done_callback(lambda _: self._ended(job_id))
 
@@ -202,7 +202,7 @@ class BatchRunner:
             await self._finish(job, JobState.FAILED, errors=(_SERVER_ERROR,))
 
     async def _give_up(self, job_id: str) -> None:
-        """End a batch whose files cannot be written, for a reason other than the storage. The results stay."""
+        """Fail a batch whose files cannot be written for a reason other than the storage. Keeps its results."""
         logger.error("batch %s: ends without files; what was done stays in %s", job_id, self._folder / job_id)
         failed = {"status": JobState.FAILED, "failed_at": self._now(), "errors": (_SERVER_ERROR,)}
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)
@@ -238,7 +238,7 @@ class BatchRunner:
         return await self._thread.run(self._catalog.job, job.id)
 
     async def _run_until_stopped(self, job: Job, results: ResultStore) -> bool:
-        """Compute items, except while there is no room for results. Returns whether every item has ended."""
+        """Compute items, pausing while the storage has no room for results. Returns whether every item has ended."""
         is_done = results.is_complete
         stopped = asyncio.create_task(self._stops[job.id].wait())
         try:
@@ -255,9 +255,9 @@ class BatchRunner:
     async def _run_while_room(
         self, job: Job, results: ResultStore, stopped: asyncio.Task[Any], timeout_s: float
     ) -> bool:
-        """Compute items until there is no room, the batch stops or time runs out. Returns whether every item has ended.
+        """Compute items until room or time runs out or the batch is stopped. Returns whether every item has ended.
 
-        Without room no item begins, but items under way run to their end: computing them again would cost twice.
+        Without room no new item begins, but running items finish, because computing them again would cost twice.
         """
         is_full = asyncio.Event()
         run = asyncio.create_task(self._compute(job, results, is_full))
@@ -274,7 +274,7 @@ class BatchRunner:
             await asyncio.gather(run, full, return_exceptions=True)
 
     async def _until_full(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
-        """Set `is_full` when there is no room, or when the check for room fails."""
+        """Set `is_full` once there is no room for results, or if the check itself fails."""
         try:
             shortage = None
             while shortage is None:
@@ -303,7 +303,7 @@ class BatchRunner:
 
     def _log_failure(self, job_id: str, error: Exception) -> None:
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
-        storage_log_every_s = 60.0  # for one kind of failure, which many batches meet again and again
+        storage_log_every_s = 60.0  # one line per kind of failure, because many batches repeat the same failure
         if now >= self._logged_at.get(kind, -math.inf) + storage_log_every_s:
             self._logged_at[kind] = now
             reason = described(error)
@@ -361,7 +361,7 @@ class BatchRunner:
             await asyncio.sleep(STORAGE_PAUSE_S)
 
     async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
-        """Delete files of a batch that the catalog does not name: a retry writes new files, or another process did."""
+        """Delete a batch's files that the catalog does not name; a retry or another process has written new ones."""
         ended = await self._thread.run(self._catalog.job, job.id)
         for file in files:
             if file.id not in (ended.output_file_id, ended.error_file_id):

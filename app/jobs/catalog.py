@@ -1,9 +1,9 @@
-"""The SQLite database of files, batches, responses, webhooks and usage. Each change is one transaction, synced to disk.
+"""SQLite database of files, batches, responses, webhooks and usage. Each change is one transaction, synced to disk.
 
-The catalog has one writer: use it in one thread. The results of batches are elsewhere, see `app/jobs/results.py`.
+The catalog supports one writer, so use it in one thread. `app/jobs/results.py` stores the results of batches.
 
-Several machines may share the storage of the folder, so the database uses no WAL, which needs memory that all processes
-share. Each opening takes a new generation, so a process that has lost the folder's lock unnoticed can change nothing.
+Several machines may share the folder's storage, so the database cannot use a WAL, which requires shared memory. Each
+opening increments a generation number, so a process that has lost the folder's lock unnoticed cannot write any more.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ENDED = tuple(status.value for status in JobState if status.has_ended)
 _RUNS = f"status IN {RESPONSE_RUNS}"  # selects responses that have not ended
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
-_VERSION = 6  # the version of the tables below; a change to the tables needs a new version
-# Tables of these versions are extended. Stored responses of version 5 have a different format, and are removed.
+_VERSION = 6  # the version of the tables below; increase it whenever they change
+# Databases of these versions are upgraded in place. Stored responses of version 5 have another format and are dropped.
 _EXTENDED = (4, 5)
 
 
-# The number is the order of creation. A column without a type stores values as SQLite receives them.
+# `number` is the order of creation. Columns have no type, so that SQLite stores values without converting them.
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_FILE_COLUMNS)}, UNIQUE (id));
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_JOB_COLUMNS)}, UNIQUE (id));
@@ -61,22 +61,22 @@ PRAGMA user_version = {_VERSION};
 """
 
 
-# The columns that a batch gets at its end and that can be added up over batches.
+# Columns that are filled in when a batch ends and that can be summed over batches.
 _COUNTS = ("num_items", "num_completed", "num_failed", "num_input_tokens", "num_cached_tokens", "num_output_tokens")
 
 
 class Superseded(OSError):
-    """Another process has opened the folder since this one did, so this process can change nothing any more."""
+    """Another process has opened the folder since this one did, so this process must not change it any more."""
 
 
 class Catalog:
     """The database of one folder. Every change raises Superseded once another process has opened it."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the database, or create a new one.
+        """Open the database, or create one in an empty folder.
 
-        Raises InvalidSetup if another version made the tables, or if the database is damaged or missing: files that it
-        does not name would be deleted as leftovers.
+        Raises InvalidSetup if another version created the tables, or if the database is damaged, or is missing from a
+        folder with content: a new database would name none of the files, so a sweep would delete them as leftovers.
         """
         self._path = folder / "batches.sqlite3"
         self._connection = self._connect()
@@ -92,11 +92,10 @@ class Catalog:
         self._generation = self._take_generation()
         self.outbox = WebhookOutbox(self._connection, self._transaction)
         self.ledger = usage_ledger.UsageLedger(self._connection, self._transaction)
-        # The mapping is replaced, never changed, because any thread may read it.
+        # Any thread may read this mapping, so it is replaced and never mutated.
         self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()
 
     def close(self) -> None:
-        """Close the database. Committed changes stay."""
         self._connection.close()
 
     def check_generation(self) -> None:
@@ -122,7 +121,7 @@ class Catalog:
         return _stored_file(row)
 
     def files(self, page: PageOf, now: float) -> list[StoredFile]:
-        """Return the files of a page, and one more if there are more. Raises NotFound if `page.after` is unknown."""
+        """Return a page of files, plus one if there is a next page. Raises NotFound if `page.after` is unknown."""
         rows = self._page(
             "files", page, "ifnull(expires_at, ?) >= ? AND purpose = ifnull(?, purpose)", (now, now, page.purpose)
         )
@@ -135,7 +134,7 @@ class Catalog:
         return ids
 
     def remove_unread_file(self, file_id: str) -> None:
-        """Delete a file's row as `remove_file` does. Raises InvalidRequest if an unfinished batch reads the file."""
+        """Call `remove_file`, unless an unfinished batch reads the file. Raises InvalidRequest in that case."""
         query = f"SELECT id FROM batches WHERE input_file_id = ? AND {_NOT_ENDED}"
         readers = [row["id"] for row in self._connection.execute(query, (file_id,))]
         if readers:
@@ -143,7 +142,7 @@ class Catalog:
         self.remove_file(file_id)
 
     def remove_file(self, file_id: str) -> None:
-        """Delete a file's row. The content stays."""
+        """Delete a file's row. The content stays in the file store until the caller deletes it."""
         with self._transaction():
             removed = self._row("SELECT owner, bytes FROM files WHERE id = ?", (file_id,))
             self._connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
@@ -159,7 +158,7 @@ class Catalog:
     # Batches
 
     def add_job(self, job: Job, *, has_message: bool = False, receiver: WebhookReceiver | None = None) -> None:
-        """Add a batch. `has_message` adds a message about the end, to `receiver` or the default one if None."""
+        """Add a batch. With `has_message`, its end is reported to `receiver`, or to the default receiver if None."""
         with self._transaction():
             self._insert("batches", {name: _value(getattr(job, name)) for name in _JOB_COLUMNS})
             if has_message:
@@ -174,29 +173,29 @@ class Catalog:
         return _job(row)
 
     def jobs(self, page: PageOf) -> list[Job]:
-        """Return the batches of a page, and one more if there are more. Raises NotFound if `page.after` is unknown."""
+        """Return a page of batches, plus one if there is a next page. Raises NotFound if `page.after` is unknown."""
         return [_job(row) for row in self._page("batches", page, "true", ())]
 
     def unfinished(self) -> list[Job]:
-        """Return the batches that have not ended, the oldest first. Raises Superseded."""
+        """Return the batches that have not ended, oldest first. Raises Superseded."""
         rows = self._connection.execute(f"SELECT * FROM batches WHERE {_NOT_ENDED} ORDER BY number").fetchall()
         self.check_generation()
         return [_job(row) for row in rows]
 
     def given_up_ids(self) -> list[str]:
-        """Return the ids of batches that began, failed and have no files: only their results show the work done."""
+        """Return the ids of batches that failed without files after they began. Their work exists only as results."""
         query = """SELECT id FROM batches WHERE status = ? AND in_progress_at IS NOT NULL
                    AND output_file_id IS NULL AND error_file_id IS NULL"""
         return [row["id"] for row in self._connection.execute(query, (JobState.FAILED.value,))]
 
     def change_job(self, job_id: str, was: JobState, **changes: Any) -> Job:
-        """Change a batch if the batch still has the status `was`. Returns the current batch in either case."""
+        """Update a batch if its status is still `was`. Returns the current batch in either case."""
         with self._transaction():
             self._update(job_id, was, changes)
         return self.job(job_id)
 
     def end_job(self, job_id: str, new_files: Sequence[StoredFile], **changes: Any) -> None:
-        """End a batch, add its files and make its message due."""
+        """End a batch, add its files and schedule its webhook message, all in one transaction."""
         with self._transaction():
             for file in new_files:
                 self._insert("files", asdict(file))
@@ -205,7 +204,7 @@ class Catalog:
             self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
     def _update(self, job_id: str, was: JobState | None, changes: Mapping[str, Any]) -> None:
-        """Change a batch if the status is still `was` (None: any). If the batch ends, make its message due."""
+        """Update a batch if its status is still `was` (None: any). If the batch ends, schedule its message."""
         columns, status = ", ".join(f"{name} = ?" for name in changes), changes["status"]
         changed = self._connection.execute(
             f"UPDATE batches SET {columns} WHERE id = ? AND status = ifnull(?, status)",
@@ -215,11 +214,11 @@ class Catalog:
             self.outbox.batch_ended(job_id, status.value, changes[f"{status.value}_at"])
 
     def forget_ended(self, before: float) -> int:
-        """Delete batches that ended `before`, whose files are gone and whose messages have ended. Returns their number.
+        """Delete up to 1,000 batches that ended before the time `before`. Returns the number of deleted batches.
 
-        One call deletes at most 1,000 batches.
+        A batch is deleted only after its output files are gone and its messages are delivered or given up.
         """
-        most_forgotten = 1000  # keeps the transaction short, because other work waits for the thread
+        most_forgotten = 1000  # keeps the transaction short, because other work is waiting for the thread
         query = f"""SELECT id FROM batches WHERE NOT ({_NOT_ENDED})
                     AND coalesce(completed_at, failed_at, expired_at, cancelled_at) < ?
                     AND NOT EXISTS (SELECT 1 FROM files WHERE files.id IN (output_file_id, error_file_id))
@@ -233,14 +232,14 @@ class Catalog:
         return len(ids)
 
     def ended_counts(self, owner: str) -> list[tuple[Job, int]]:
-        """Return the sums of the owner's ended batches for each status, with the number of batches."""
+        """Return one entry per final status: a `Job` with the sums over the owner's ended batches, and their number."""
         sums = ", ".join(f"sum({name}) AS {name}" for name in _COUNTS)
         query = f"""SELECT status, count(*) AS number, {sums} FROM batches
                     WHERE owner = ? AND NOT ({_NOT_ENDED}) GROUP BY status"""
         return [(_sums(row), int(row["number"])) for row in self._connection.execute(query, (owner,))]
 
     def together(self, changes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Make several changes in one transaction, which waits for the disk only once. Returns the results."""
+        """Run several changes in one transaction, so that the disk is synced only once. Returns their results."""
         try:
             with self._transaction():
                 return [change() for change in changes]
@@ -270,7 +269,7 @@ class Catalog:
         return StoredResponse(**row)
 
     def continued_response(self, owner: str, response_id: str) -> StoredResponse:
-        """Return a response that another one of the same owner continues, even if it is deleted or expired.
+        """Return the response that another one continues; it may be marked as deleted or expired.
 
         Raises InvalidRequest if the owner has no such response.
         """
@@ -286,19 +285,19 @@ class Catalog:
         return ids
 
     def unended_responses(self) -> list[StoredResponse]:
-        """Return the responses that have not ended, the oldest first. Raises Superseded."""
+        """Return the responses that have not ended, oldest first. Raises Superseded."""
         rows = self._connection.execute(f"SELECT * FROM answers WHERE {_RUNS} ORDER BY created_at").fetchall()
         self.check_generation()
         return [StoredResponse(**row) for row in rows]
 
     def count_response_attempt(self, response_id: str, *, by: int = 1) -> None:
-        """Count one more attempt. `by=-1` takes the count back when the process stops cleanly, which is no death."""
+        """Count one more attempt. `by=-1` reverts the count when the process stops cleanly, which is not a crash."""
         with self._transaction():
             query = "UPDATE answers SET num_attempts = num_attempts + ? WHERE id = ?"
             self._connection.execute(query, (by, response_id))
 
     def end_response(self, response_id: str, end: AnswerEnd, num_bytes: int) -> AnswerEnd:
-        """End a response whose file has `num_bytes`. Returns the earlier end if the response has one, or `end`."""
+        """End a response whose file has `num_bytes`. Returns `end`, or the earlier end if it has already ended."""
         with self._transaction():
             row = self._row("SELECT owner, num_bytes, end FROM answers WHERE id = ?", (response_id,))
             if row is None or row["end"]:
@@ -311,7 +310,7 @@ class Catalog:
     def remove_responses(self, response_ids: Sequence[str]) -> list[str]:
         """Delete responses in one transaction. Returns the ids of the responses whose files may be deleted.
 
-        A response that another response continues is only marked as deleted, because the other one needs its text.
+        A response that another one continues is only marked as deleted, because its text is still needed as history.
         """
         with self._transaction():
             removed = [row for response_id in response_ids for row in self._remove_unused(response_id)]
@@ -320,7 +319,7 @@ class Catalog:
         return [row["id"] for row in removed]
 
     def _remove_unused(self, response_id: str) -> list[sqlite3.Row]:
-        """Delete a response and the deleted responses before it that no other response continues."""
+        """Delete a response and those of its predecessors that are marked as deleted, up to one that is still used."""
         removed: list[sqlite3.Row] = []
         self._connection.execute("UPDATE answers SET is_deleted = 1 WHERE id = ?", (response_id,))
         unused: str | None = response_id
@@ -331,7 +330,7 @@ class Catalog:
         return removed
 
     def _unused(self, response_id: str) -> sqlite3.Row | None:
-        """Return the row of a response if it is marked as deleted and no other response continues it."""
+        """Return a response's row if it is marked as deleted and no response continues it, otherwise None."""
         return self._row(
             """SELECT id, owner, num_bytes, previous FROM answers WHERE id = ? AND is_deleted
                AND NOT EXISTS (SELECT 1 FROM answers AS next WHERE next.previous = answers.id)""",
@@ -339,7 +338,7 @@ class Catalog:
         )
 
     def expired_response_ids(self, now: float) -> list[str]:
-        """Return the ids of up to 1,000 responses that have ended and expired and are not removed yet."""
+        """Return the ids of up to 1,000 ended responses that have expired and are not marked as deleted."""
         most_at_once = 1000
         query = f"""SELECT id FROM answers WHERE expires_at < ? AND NOT is_deleted AND NOT {_RUNS}
                     LIMIT {most_at_once}"""
@@ -360,7 +359,8 @@ class Catalog:
     # SQL
 
     def _connect(self) -> sqlite3.Connection:
-        # One thread at a time uses the connection, but not always the thread that made it. No implicit transactions.
+        # One thread at a time uses the connection, but not always the one that created it. `_transaction` begins all
+        # transactions, so SQLite must begin none by itself.
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         return connection
@@ -380,7 +380,7 @@ class Catalog:
                 f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
                 f"another folder, or run the version that made it until its batches have ended"
             )
-        # The folder of usage journals does not count: processes that send requests may have made it before.
+        # Ignore the folder of usage journals, which processes that send requests may have created earlier.
         if version == 0 and any(path.parent.name != JOURNALS for path in self._path.parent.glob("*/*")):
             raise self._lost("it is empty, and the folder is not")
 
@@ -397,7 +397,7 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Begin a transaction, or join the one that is open. Raises Superseded."""
+        """Run the body in a new transaction, or join the open one. Rolls back on errors. Raises Superseded."""
         if self._connection.in_transaction:
             yield
             return

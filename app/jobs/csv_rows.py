@@ -1,7 +1,7 @@
-"""The rows of a CSV stream, each with its position in the file.
+"""Reads the rows of a CSV stream, each with its position in the file.
 
-Python's `csv` module reads the rows. The reader of pyarrow does not report the positions of rows. Because quoted cells
-may contain line ends, it would have to read a file from the start again for each piece.
+Uses Python's `csv` module, because pyarrow's reader does not report positions. Without them, every piece of a file
+would have to be read from the file's first byte, because quoted cells may contain line ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
 
 
 class Border(NamedTuple):
-    """A border between two lines of a file."""
+    """A position between two lines of a file."""
 
-    offset: int = 0  # the bytes before the border
+    offset: int = 0  # in bytes
     line: int = 1  # the number of the line after the border, from 1
 
 
@@ -30,7 +30,7 @@ START = Border()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvRow:
-    """The header, or a row with at least one cell that is not empty."""
+    """The header, or a row with at least one non-empty cell."""
 
     cells: list[str]
     begin: Border
@@ -47,12 +47,12 @@ def read_csv_rows(
 ) -> Iterator[CsvRow]:
     """Yield the rows of a UTF-8 stream in order, including the header.
 
-    `begin` is the position of the stream in the file, which must be between two rows. `on_bytes` is called with the
-    bytes of each line. Errors name the file by `name`.
+    `begin` is the stream's position in the file and must lie between two rows. `on_bytes` is called with the bytes of
+    each line. Error messages name the file as `name`.
 
     Raises:
-        InvalidSetup: the text is not UTF-8, a line or a cell is larger than a request may be, or wrong quotes make it
-            uncertain where the next row begins.
+        InvalidSetup: the text is not UTF-8, a line or a cell exceeds the limit for requests, or unbalanced quotes make
+            it uncertain where the next row begins.
     """
     lines = _Lines(stream, name, begin, on_bytes)
     csv.field_size_limit(MAX_REQUEST_BYTES)  # for the whole process; the default is 131,072 characters
@@ -64,7 +64,7 @@ def read_csv_rows(
         except csv.Error as error:
             raise InvalidSetup(
                 f"{name}:{begin.line}: the row that begins in this line cannot be read: {error}. A cell that begins "
-                f"with a quote has to end with one, and a quote inside it is written twice; a line ends with \\n or "
+                f"with a quote must end with one, and a quote inside it is written twice; a line ends with \\n or "
                 f"\\r\\n"
             ) from error
         if cells is None:
@@ -79,13 +79,13 @@ def read_csv_rows(
 
 
 class _Lines:
-    """Yields the lines of a stream with their line ends, and knows the position of the next line."""
+    """Yields a stream's lines with their line ends, and tracks the position of the next line."""
 
     def __init__(self, stream: BinaryIO, name: str, begin: Border, on_bytes: Callable[[bytes], object]) -> None:
         self._stream = stream
         self._name = name
         self._on_bytes = on_bytes
-        self.place = begin  # the border before the next line
+        self.place = begin  # the position before the next line
 
     def __iter__(self) -> _Lines:
         return self

@@ -1,6 +1,6 @@
-"""Computes a service's batches on the service's own replicas, in the lowest class. Sends and retries the batch items.
+"""Computes a service's batches on its own replicas, in the lowest priority class. Sends the items and retries them.
 
-The other executor, a pool of engines, is in `deployments/bulk/pool.py`, because it needs Ray.
+The other executor, a pool of engines, is in `deployments/bulk/pool.py`, because it requires Ray.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from app.jobs.results import ResultStore
 from app.jobs.runner import Executor, JobRun, Source
 
 TICK_S = 0.1
-BEGUN_AFTER_S = 1.0  # an item that is not refused for this long has begun
-FAILURE_PAUSE_S = 2.0  # the pause before an item that the server failed on is sent again
-UNAVAILABLE_PAUSE_S = 2.0  # short, because one model may be unavailable while items of other models are served
-MAX_PAUSE_S = 30.0  # the longest pause before a full fleet is asked again
+BEGUN_AFTER_S = 1.0  # an item that has not been refused for this long counts as begun
+FAILURE_PAUSE_S = 2.0  # the pause before an item is sent again after a server error
+UNAVAILABLE_PAUSE_S = 2.0  # short, because one model may be unavailable while items for other models are served
+MAX_PAUSE_S = 30.0  # the longest pause before the window of a full fleet grows again
 TRY_EVERY_S = 0.2
 LARGE_LINE_BYTES, MAX_LARGE_LINES = 256 * 1024, 32  # at most 32 items with lines over 256 KiB are computed at once
 FIRST_LIMIT = 32  # items that a batch sends before it knows how many slots are idle
-_FLEET = 0  # the only engine in the backlog of a `FleetExecutor`
+_FLEET = 0  # a `FleetExecutor` treats the whole fleet as one engine of its backlog
 
 
 class FleetExecution:
-    """The limits that all batches of a service share: for items in flight, large lines, and suspects."""
+    """Runs batches under the limits that all batches of a service share: items in flight, large lines, and suspects."""
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """At most `max_in_flight` items are in flight over all batches. Owners share the slots equally.
+        """`max_in_flight` limits the items in flight over all batches.
 
-        The batches of one owner take turns.
+        Owners share these slots equally, and the batches of one owner take turns.
         """
         self.answer = answer
         self.max_in_flight = max_in_flight
         self.slots = OwnerSlots(max_in_flight)
-        self.turn = asyncio.Lock()  # one at a time: writing a large answer's line takes about ten times its memory
+        self.turn = asyncio.Lock()  # held to write a large answer's line, which needs about ten times its memory
         self.one_suspect = asyncio.Lock()
         self.large_lines = asyncio.Semaphore(MAX_LARGE_LINES)
 
@@ -64,12 +64,11 @@ class FleetExecution:
 
 
 class FleetExecutor(Executor[Item]):
-    """Computes one batch on the fleet. Learns the number of idle slots by sending items until some are refused."""
+    """Computes one batch on the fleet. Sends items until some are refused to learn how many slots are idle."""
 
     def __init__(
         self, run: JobRun[Item], shared: FleetExecution, job: Job, form: BatchFormat, is_paused: asyncio.Event
     ) -> None:
-        """A batch waits for only one of the shared slots at a time, so that the batches of an owner take turns."""
         super().__init__(run)
         self._shared = shared
         self._slots = shared.slots
@@ -77,9 +76,11 @@ class FleetExecutor(Executor[Item]):
         self._job = job
         self._form = form
         self._is_paused = is_paused  # when set, no more items are sent
-        self._sent_at: dict[int, float] = {}  # when the items in flight were sent
-        self._num_failures: dict[int, int] = {}  # by item
-        self._next_slot: asyncio.Task[None] | None = None  # waits for a slot, or has a slot that is not used yet
+        self._sent_at: dict[int, float] = {}  # send times of the items in flight, by item number
+        self._num_failures: dict[int, int] = {}  # server errors, by item number
+        # Waits for a slot, or holds an unused one. A batch waits for only one of the shared slots at a time, so that
+        # the batches of an owner take turns.
+        self._next_slot: asyncio.Task[None] | None = None
         self._looked_at = 0.0
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
@@ -87,7 +88,7 @@ class FleetExecutor(Executor[Item]):
 
     @property
     def num_wanted(self) -> int:
-        min_read_ahead, max_read_ahead = 16, 32  # items, which may have megabytes each
+        min_read_ahead, max_read_ahead = 16, 32  # items; few, because each may have megabytes
         return min(max(min_read_ahead, self._window.limit), max_read_ahead)
 
     @property
@@ -155,7 +156,7 @@ class FleetExecutor(Executor[Item]):
                 self._slots.release(self._job.owner)
 
     async def _wait(self) -> None:
-        # Not `wait_for`, which in Python 3.11 loses a cancellation that arrives together with the result.
+        # Use `timeout`, because `wait_for` of Python 3.11 loses a cancellation that arrives together with the result.
         with suppress(TimeoutError):
             async with self._changed, asyncio.timeout(TICK_S):
                 await self._changed.wait()
@@ -165,7 +166,7 @@ class FleetExecutor(Executor[Item]):
             await self._ask(item)
 
     async def _ask(self, item: Item) -> None:
-        """Send an item. An item that was refused or failed waits again; any other ends with the answer."""
+        """Send an item and end it with the answer. After a refusal or a server error, the item waits again."""
         try:
             answered = await self._answer(item)
         except Overloaded as error:
@@ -197,7 +198,7 @@ class FleetExecutor(Executor[Item]):
         if answered.status_code < 500:
             return False
         num_failures = self._num_failures[item.number] = self._num_failures.get(item.number, 0) + 1
-        item_attempts = 3  # by then the fleet has isolated a request that kills its replica
+        item_attempts = 3  # by then the fleet has isolated a request that crashes its replicas
         return num_failures < item_attempts
 
     async def _end(self, item: Item, answered: ItemResponse) -> None:
@@ -216,10 +217,10 @@ class FleetExecutor(Executor[Item]):
 
 
 class Window:
-    """The limit for items in flight, which grows ever faster while it is reached and no item is refused. Has no clock.
+    """A limit for items in flight that grows exponentially while it is reached and no item is refused. Has no clock.
 
-    A service without an idle slot refuses at once, so all items that were not refused are being computed. A refusal
-    therefore shows the exact capacity. TCP has to halve its window, because a loss only shows that some queue is full.
+    A service without an idle slot refuses at once, so every item that was not refused is being computed, and a refusal
+    shows the exact capacity. TCP, in contrast, halves its window, because a loss only shows that some queue is full.
     """
 
     def __init__(self, max_limit: int) -> None:
@@ -229,7 +230,7 @@ class Window:
         self._grows_at = 0.0
 
     def grow(self, now: float, num_under_way: int) -> None:
-        """Raise the limit if it is reached and the pause is over. Call often while items wait. `now` is in seconds."""
+        """Raise the limit if it is reached and the pause is over. Call this often while items wait."""
         if num_under_way < self.limit or now < self._grows_at:
             return
         self.limit = min(self.limit + self._increase, self._max_limit)
@@ -237,16 +238,16 @@ class Window:
         self._grows_at = now + TRY_EVERY_S
 
     def refused(self, now: float, num_under_way: int, *, retry_after_s: float) -> None:
-        """Lower the limit to the `num_under_way` items that were not refused, and do not raise it for a while."""
+        """Lower the limit to the `num_under_way` items that were not refused, and pause its growth."""
         self.limit = min(self.limit, num_under_way)
         self._increase = 1
         self._grows_at = max(self._grows_at, now + max(retry_after_s, TRY_EVERY_S))
 
 
 class OwnerSlots:
-    """Slots that owners share. A free slot goes to the waiting owner with the fewest slots; equal owners take turns.
+    """Slots shared by owners. A free slot goes to the waiting owner that holds the fewest; in a tie, owners take turns.
 
-    Without shares, an owner with many batches would get nearly all slots.
+    Otherwise an owner with many batches would occupy nearly all slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -258,23 +259,21 @@ class OwnerSlots:
         return not self._num_free
 
     def num_held(self, owner: str) -> int:
-        """Return the number of slots that an owner has."""
         return self._queue.num_running(owner)
 
     async def acquire(self, owner: str) -> None:
-        """Wait for a slot for an owner."""
+        """Wait until the owner receives a slot. The caller must `release` it."""
         slot = asyncio.get_running_loop().create_future()
         self._queue.push(owner, slot)
         self._give()
         try:
             await slot
         except asyncio.CancelledError:
-            if not slot.cancelled():  # the slot arrived at the same moment
+            if not slot.cancelled():  # the slot was assigned at the same moment
                 self.release(owner)
             raise
 
     def release(self, owner: str) -> None:
-        """Free one of the owner's slots."""
         self._queue.end(owner)
         self._num_free += 1
         self._give()

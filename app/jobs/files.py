@@ -1,4 +1,4 @@
-"""Stores files, whole or not at all, under names that we make. Blocks: call it in a thread."""
+"""Stores files atomically under generated names. All calls block; make them in a thread."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from app.jobs.job import StoredFile, new_file_id
 
 
 class FileStore:
-    """The drafts and contents of all files. All names in the folder are ids that `FileDraft` made."""
+    """A folder of file contents, and of drafts that are being written. All names are ids that `FileDraft` generated."""
 
     def __init__(self, folder: Path) -> None:
-        """Create missing folders, which only this user may read.
+        """Create missing folders, readable only by this user.
 
-        Raises InvalidSetup if an earlier version stored the contents of this folder's files at a URL.
+        Raises InvalidSetup if an earlier version stored the files of this folder at a URL.
         """
         elsewhere = folder / "files-name"
         if elsewhere.exists():
@@ -34,27 +34,28 @@ class FileStore:
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def draft(self) -> FileDraft:
-        """Begin a file, which appears in no list before `FileDraft.keep`."""
+        """Begin to write a new file, which becomes visible only by `FileDraft.keep`."""
         return FileDraft(self._drafts, self._contents)
 
     def open(self, file_id: str) -> BinaryIO:
-        """Open a file's content. The id must come from the catalog, because it becomes part of a path."""
+        """Open a file's content. Pass only the catalog's ids, because they become paths. Raises FileNotFoundError."""
         return (self._contents / file_id).open("rb")
 
     def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
-        """Return a piece of a file's content. The id must come from the catalog. Raises FileNotFoundError."""
+        """Return up to `num_bytes` of a file's content from `offset` on. The same rules as for `open` apply."""
         with self.open(file_id) as file:
             file.seek(offset)
             return file.read(num_bytes)
 
     def delete(self, file_id: str) -> None:
-        """Remove a file's content, if the content exists."""
+        """Remove a file's content if it exists."""
         (self._contents / file_id).unlink(missing_ok=True)
 
     def sweep(self, known: Callable[[], Iterable[str]]) -> None:
-        """Remove the leftovers of a crash: drafts, and files that are not in the catalog. Call before any other work.
+        """Remove the leftovers of a crash: drafts, and files that the catalog does not contain. Call before other work.
 
-        `known` is called after the folders are listed. It raises if this process may not remove files.
+        `known` returns the ids of the catalog. It is called after the folders are listed, so that new files are not
+        removed, and raises if this process may not remove files.
         """
         drafts, file_ids = list(self._drafts.iterdir()), [each.name for each in self._contents.iterdir()]
         kept = set(known())
@@ -66,7 +67,7 @@ class FileStore:
 
 
 class FileDraft:
-    """A file that is being written."""
+    """A file that is being written. Use it in a `with` block, which removes the draft unless `keep` is called."""
 
     def __init__(self, drafts: Path, contents: Path) -> None:
         self.id = new_file_id()
@@ -86,12 +87,11 @@ class FileDraft:
             self.abandon()
 
     def write(self, data: bytes) -> None:
-        """Append data."""
         self._file.write(data)
         self.num_bytes += len(data)
 
     def keep(self) -> None:
-        """Sync the draft to disk and move it to the files, where it survives a crash of the machine."""
+        """Sync the draft to disk and make it a stored file, which then survives a crash of the machine."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -100,7 +100,7 @@ class FileDraft:
         sync_folder(self._content.parent)
 
     def described(self, owner: str, filename: str, purpose: str, now: int, keep_s: int | None) -> StoredFile:
-        """Return the catalog's row of the file. The file is created `now` and expires `keep_s` later (None: never)."""
+        """Return the catalog's row for this file, created at `now` and expiring `keep_s` later (None: never)."""
         expires_at = None if keep_s is None else now + keep_s
         return StoredFile(
             id=self.id, owner=owner, bytes=self.num_bytes, created_at=now, expires_at=expires_at, filename=filename,
@@ -108,7 +108,7 @@ class FileDraft:
         )  # fmt: skip
 
     def abandon(self) -> None:
-        """Remove the draft, and the file that `keep` has made, even if `keep` failed half-way."""
+        """Remove the draft and the file that `keep` stored, even if `keep` failed midway."""
         with suppress(OSError):  # a full disk refuses the buffered bytes, which are not needed
             self._file.close()
         self._path.unlink(missing_ok=True)

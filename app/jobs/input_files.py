@@ -1,7 +1,7 @@
-"""Finds the input files of a bulk run, scans the files once before the run starts, and reads rows in pieces.
+"""Finds a bulk run's input files, scans them once before the run starts, and reads their rows in pieces.
 
-The scan keeps 8 bytes for each row (a hash of the row's id). It returns the number of rows, a fingerprint by which a
-resumed run recognizes its input, and the pieces. Each piece can be read independently and has the numbers of its rows.
+The scan stores 8 bytes per row (a hash of its id). It returns the number of rows, a fingerprint by which a resumed run
+recognizes its input, and the pieces. Each piece carries its row numbers and can be read independently.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FORMATS = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-HIDDEN = (".", "_")  # a folder or a pattern does not include files whose names begin with one of these
+HIDDEN = (".", "_")  # a folder or a pattern does not include files whose names begin with one of these characters
 ROWS_IN_A_PIECE = 512
 
 
@@ -61,20 +61,20 @@ class InputFile:
     """One input file."""
 
     uri: str
-    name: str  # relative to the common folder of all input files; the first part of the ids of rows without ids
+    name: str  # relative to the common folder of all input files; prefixes the ids of rows that have no id
     format: str  # jsonl, csv, tsv, parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPiece:
-    """Consecutive rows of one file that one task reads."""
+    """Consecutive rows of one file, read by one task."""
 
     file: InputFile
     first_number: int  # the number of the piece's first row in the whole input
     num_rows: int
-    first_line: int  # the line in the file, from 1; in Parquet a row counts as a line
-    offset: int = 0  # for JSONL and CSV: the byte of the file where the piece begins
-    row_group: int = 0  # for Parquet
+    first_line: int  # the line in the file, from 1; each row of a Parquet file counts as a line
+    offset: int = 0  # where the piece begins in the file, in bytes; only for JSONL and CSV
+    row_group: int = 0  # only for Parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,11 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
     """Return the files of a path, a folder or a glob pattern, sorted by name.
 
     `pattern` is a local path, or a URI that pyarrow (and so Ray Data) can open: s3://, gs://, abfs://, hdfs://. A
-    folder includes its sub-folders. As in pyarrow and Ray Data, a folder or a pattern does not include hidden files:
-    files whose name, or whose sub-folder's name, begins with "." or "_". A log line names input that is left out.
+    folder includes its sub-folders. As in pyarrow and Ray Data, a folder or a pattern excludes hidden files, whose own
+    name or a sub-folder's name begins with "." or "_". Input that is left out is logged.
 
     Raises:
-        InvalidSetup: no file was found, or the name of a file does not show the format.
+        InvalidSetup: no file was found, or a file's name does not show its format.
     """
     try:
         uris = _remote(pattern) if "://" in pattern else _local(pattern)
@@ -112,8 +112,8 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
 
     Raises:
         InvalidSetup: the input has no rows, two rows have the same id (the error names their lines), no row has a
-            question, or a file does not have the format that its name says: it is a JSON array over several lines,
-            UTF-16, or a table without a header, or none of its rows can be read.
+            prompt or messages, or a file's content does not match the format in its name: for example, a JSON array
+            over several lines, UTF-16, a table without a header, or no readable row at all.
     """
     digest, id_hashes = hashlib.blake2b(digest_size=16), array("Q")
     pieces: list[InputPiece] = []
@@ -146,14 +146,14 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
 
 
 def read_piece(piece: InputPiece) -> Iterator[Row]:
-    """Return the rows of a piece in order. A line that cannot be read becomes a row with an error."""
+    """Yield the rows of a piece in order. A line that cannot be read becomes a row with an error."""
     if piece.file.format == "parquet":
         return _read_parquet(piece)
     return _read_csv(piece) if piece.file.format in DELIMITERS else _read_lines(piece)
 
 
 def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
-    """Yield the pieces of a file, and add the file's bytes to the digest."""
+    """Yield a file's pieces, and add its name and bytes to the digest."""
     digest.update(file.name.encode() + b"\0")
     if file.format == "parquet":
         with _open(file) as stream:
@@ -172,7 +172,7 @@ def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) ->
 
 
 def _ends_of_lines(stream: BinaryIO, digest: hashlib.blake2b) -> Iterator[Border]:
-    """Yield the border after each line that is a row."""
+    """Yield the position after each line that is not blank."""
     offset = 0
     for line_number, line in enumerate(stream, start=1):
         digest.update(line)
@@ -182,7 +182,7 @@ def _ends_of_lines(stream: BinaryIO, digest: hashlib.blake2b) -> Iterator[Border
 
 
 def _pieces_between(file: InputFile, first_number: int, begin: Border, ends: Iterable[Border]) -> Iterator[InputPiece]:
-    """Yield the pieces of a text file from the ends of its rows. The first row begins at `begin` or later."""
+    """Group a text file's rows, given by their ends, into pieces. The first row begins at `begin` or later."""
     num_rows = 0
     for end in ends:
         num_rows += 1
@@ -217,7 +217,7 @@ def _names(header: CsvRow) -> list[str]:
 
 
 def _check_header(file: InputFile, names: Sequence[str]) -> None:
-    """Raise InvalidSetup if the names do not identify the columns. A column without a name is allowed."""
+    """Raise InvalidSetup if the header does not name the columns uniquely. Single columns may have no name."""
     if len(names) == 1 and any(separator in names[0] for separator in ",;\t|"):
         raise InvalidSetup(
             f"{file.uri}: the header is one column, {names[0][:200]!r}; separate the cells by commas in .csv, by tabs "
@@ -282,14 +282,14 @@ def _read_parquet(piece: InputPiece) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null fields. A Parquet row has all fields of the table, with null for the fields that were not given."""
+    """Remove null fields, because a Parquet row holds null for every column that was not given."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: bool) -> None:
-    """Raise InvalidSetup if a file with an unreadable line has a format other than its name says."""
+    """Raise InvalidSetup if a file with an unreadable line has another format than its name says."""
     if file.format in DELIMITERS:
         if not has_readable_row:
             raise InvalidSetup(f"{file.uri}: has no row that can be read; the first error: {first_error}")
@@ -297,14 +297,14 @@ def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: b
     with _open(file) as stream:
         lines = (without_bom(line, number) for number, line in enumerate(stream, start=1))
         first_line = next(filter(_is_row, lines)).strip()
-    # If each element of an array is on a line of its own, the last line may be readable as a row.
+    # The last line of an array with one element per line may be a valid row, because no comma follows the element.
     is_open_array = first_line.startswith(b"[") and not first_line.endswith(b"]")
     if not has_readable_row or is_open_array:
         raise InvalidSetup(f"{file.uri}: {_kind_of(first_line, file, first_error)}")
 
 
 def _kind_of(first_line: bytes, file: InputFile, first_error: str) -> str:
-    """Return why a file with this first line is not JSONL, and the command that converts it."""
+    """Explain why a file with this first line is not JSONL, with the command that converts it."""
     name, target = _quoted(file), _target(file, "jsonl")
     if kind := _kind_in_bytes(first_line, file):
         return kind
@@ -321,12 +321,12 @@ def _quoted(file: InputFile) -> str:
 
 
 def _target(file: InputFile, format_: str) -> str:
-    """Return a new name, quoted for a shell, for a file that is converted from this one."""
+    """Return a name for the converted file, quoted for a shell."""
     return shlex.quote(f"{Path(file.uri).name.partition('.')[0]}.converted.{format_}")
 
 
 def _kind_in_bytes(start: bytes, file: InputFile) -> str:
-    """Return the format of a file whose first bytes are not UTF-8 text, and the remedy, or an empty text."""
+    """Return the format and the remedy for a file whose first bytes are not UTF-8 text, otherwise ""."""
     name, target, ours = _quoted(file), _target(file, file.format), file.format
     if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in start[:2]:
         return f"is UTF-16, and {ours.upper()} is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > {target}"
@@ -338,7 +338,7 @@ def _kind_in_bytes(start: bytes, file: InputFile) -> str:
 
 
 def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
-    """Raise InvalidSetup if two rows have the same id. Reads the rows again only if some hashes are equal."""
+    """Raise InvalidSetup if two rows have the same id. Reads the rows again only if two hashes are equal."""
     hashes = numpy.sort(numpy.frombuffer(id_hashes, dtype=numpy.uint64))
     twice = {int(value) for value in hashes[1:][hashes[1:] == hashes[:-1]]}
     if not twice:
@@ -374,7 +374,7 @@ def _local(pattern: str) -> list[str]:
 
 
 def _names_below(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of files below a folder, and of links to folders, which may loop if followed."""
+    """Yield the relative paths of all files below a folder. Links to folders are not followed: they may form a loop."""
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         for name in (*files, *links):
@@ -401,11 +401,11 @@ def _remote(pattern: str) -> list[str]:
 
 
 def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the sorted names in a folder that are input, or, if none is, the other names, which are refused later."""
+    """Return the folder's sorted input files. If it has none, return the other files, which cause an error later."""
     all_names = sorted(names)
     visible = _not_hidden(pattern, all_names)
     run_folders = {PurePosixPath(name).parent for name in visible if PurePosixPath(name).name == MANIFEST}
-    run_folders.discard(PurePosixPath("."))  # a run folder that was asked for by its name is input
+    run_folders.discard(PurePosixPath("."))  # a run folder that the user named explicitly is input
     there = [name for name in visible if not run_folders.intersection(PurePosixPath(name).parents)]
     read = [name for name in there if PurePosixPath(name).suffix.lower() in FORMATS]
     _check_copies(pattern, read)
@@ -416,7 +416,7 @@ def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _check_copies(pattern: str, names: Iterable[str]) -> None:
-    """Raise InvalidSetup for a table in two formats, because each row would be answered twice."""
+    """Raise InvalidSetup if a table exists in two formats, because each of its rows would be answered twice."""
     formats: dict[PurePosixPath, list[str]] = {}
     for name in names:
         formats.setdefault(PurePosixPath(name).with_suffix(""), []).append(name)
@@ -429,7 +429,7 @@ def _check_copies(pattern: str, names: Iterable[str]) -> None:
 
 
 def _matched(pattern: str, names: Sequence[str]) -> Sequence[str]:
-    """Return the names without hidden files, unless the last part of the pattern begins with "." or "_"."""
+    """Return the names except hidden ones, unless the last part of the pattern itself begins with "." or "_"."""
     return names if PurePosixPath(pattern).name.startswith(HIDDEN) else _not_hidden(pattern, names)
 
 

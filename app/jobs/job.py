@@ -17,19 +17,19 @@ OUTPUT_PURPOSE = "batch_output"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One request of a job. `body` is the body that a client would send to `url` over HTTP."""
+    """One request of a job. `body` is the JSON body that a client would send to `url` over HTTP."""
 
     number: int  # the position in the whole input, from 0; blank lines do not count
     id: str
     url: str
     body: Mapping[str, Any]
-    num_bytes: int = 0  # the size of the item's line
+    num_bytes: int = 0  # the size of its line in the input
     num_requests: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemError:
-    """Why an item, a whole input file or a batch cannot run. Clients read all fields."""
+    """The reason why an item, an input file or a batch cannot run. Clients see all fields."""
 
     code: str
     message: str
@@ -39,7 +39,7 @@ class ItemError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidItem:
-    """An item of a job that does not run and ends with this reason."""
+    """An item that is not computed and ends with this reason."""
 
     number: int
     id: str
@@ -49,7 +49,7 @@ class InvalidItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemOutput:
-    """The output of an engine for an item. With an `error`, the text and the finish reason are None."""
+    """An engine's output for an item. If `error` is set, the text and the finish reason are None."""
 
     number: int
     id: str
@@ -62,12 +62,12 @@ class ItemOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """The progress of an engine's items since the previous report. Crosses processes."""
+    """The progress of an engine's items since its previous report. Sent between processes."""
 
     outputs: tuple[ItemOutput, ...]  # the outputs of items that have ended
-    begun: tuple[int, ...]  # items that have got their first token
-    token_ids: Mapping[int, tuple[int, ...]]  # the new tokens of items that have not ended, by item
-    num_tokens: int  # generated tokens, including the tokens of items that have not ended
+    begun: tuple[int, ...]  # the numbers of items whose first token was generated
+    token_ids: Mapping[int, tuple[int, ...]]  # the new tokens of items that have not ended, by item number
+    num_tokens: int  # tokens generated since the previous report, including those of unfinished items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class ItemResult:
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over the results of items."""
+    """Sums over the results of a job's items."""
 
     num_items: int = 0
     num_failed: int = 0
@@ -93,7 +93,6 @@ class Counts:
     num_output_tokens: int = 0
 
     def add(self, result: ItemResult) -> None:
-        """Add a result to the sums."""
         self.num_items += 1
         self.num_failed += result.is_error
         self.num_input_tokens += result.num_input_tokens
@@ -106,7 +105,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """The catalog's row of a stored response. A file named by the id has the request and the deltas."""
+    """The catalog's row for a stored response. A file named by the id holds the request and the deltas."""
 
     id: str
     owner: str
@@ -115,14 +114,14 @@ class StoredResponse:
     status: str
     previous: str | None = None  # the id of the response that this one continues
     end: str = ""  # an `AnswerEnd` as JSON; "" if the response has not ended
-    num_attempts: int = 0  # attempts in processes that did not end cleanly, plus one in the process that runs it now
+    num_attempts: int = 0  # attempts in processes that crashed, plus the attempt that runs now
     num_bytes: int = 0  # the size of its file
-    is_deleted: int = 0  # 1 if the owner deleted the response while another response that continues it needs its text
+    is_deleted: int = 0  # 1 if the owner deleted the response, but another one that continues it still needs its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """The catalog's row of a file. The name on disk is the id; the client's file name is never part of a path."""
+    """The catalog's row for a file. The name on disk is the id, so the client's file name is never part of a path."""
 
     id: str
     owner: str
@@ -135,9 +134,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A batch, which has the items of one uploaded file. The time of a state that was not reached is None.
+    """A batch over the items of one uploaded file. The time of a state that was not reached is None.
 
-    The counts are filled in when the job ends. Until then, the job's `ResultStore` has the counts.
+    The counts are filled in when the job ends. Until then, its `ResultStore` maintains them.
     """
 
     id: str
@@ -234,8 +233,8 @@ def batch_object(job: Job) -> Json:
 def stats_object(jobs: Sequence[tuple[Job, int]], num_running: int, tokens_per_second: float) -> Json:
     """Return the statistics of an owner's batches: batches by status, requests by state, tokens.
 
-    Each entry of `jobs` has the sums over some batches of one status, and the number of the batches. A batch counts no
-    requests before it is validated.
+    Each entry of `jobs` holds the sums over some batches of one status, and the number of those batches. The requests
+    of a batch count only once it is validated, because its items are unknown before.
     """
     unfinished = sum(job.num_items - job.num_completed - job.num_failed for job, _ in jobs if not job.status.has_ended)
     return {

@@ -1,4 +1,4 @@
-"""The batch service of the process that holds the folder: its lock, the catalog, the runner, unfinished uploads."""
+"""The batch service on a local folder. It owns the folder's lock, the catalog, the runner and unfinished uploads."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOCK_RETRY_S = 0.5
-OPENING_RETRY_S = 5.0  # the pause after the storage fails while the folder is being opened
+OPENING_RETRY_S = 5.0  # the pause after a storage failure while the folder is being opened
 HOUSEKEEPING_S = 60.0
-GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may still compute items
+GENERATION_CHECK_S = 1.0  # how long a process may still compute items after it has lost the folder
 UPLOAD_TIMEOUT_S = 600.0  # how long an upload may wait for its next piece
 RETRY_AFTER_S = 5.0
 LOCK = "lock"  # the name of the lock file in `path`
@@ -88,7 +88,7 @@ class _Open:
 
 
 class LocalBatchService(BatchService):
-    """`BatchService` on a folder. One process at a time holds the folder; others wait for it and raise Unavailable."""
+    """A `BatchService` on a folder that one process at a time holds. In other processes, calls raise Unavailable."""
 
     def __init__(
         self,
@@ -102,10 +102,10 @@ class LocalBatchService(BatchService):
         client: WebhookClient | None = None,
         retries: RetrySchedule = RetrySchedule(),  # noqa: B008 - frozen
     ) -> None:
-        """`path` is the folder, which is created if missing. `clock` returns seconds since 1970.
+        """`path` is the folder; it is created if missing. `clock` returns seconds since 1970.
 
-        `execution` computes items, and `answer` computes stored responses. `client` sends webhooks; the default client
-        follows `config`. `retries` says when failed webhooks are sent again.
+        `execution` computes batch items, and `answer` computes stored responses. `client` sends webhooks; the default
+        follows `config`. `retries` determines when failed webhooks are sent again.
         """
         self._path = path
         self._config = config
@@ -119,14 +119,14 @@ class LocalBatchService(BatchService):
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
         self._finishing: set[_Upload] = set()  # uploads that are being added to the catalog
-        self._admission = asyncio.Lock()  # held from the check of a limit until the new upload or batch is counted
+        self._admission = asyncio.Lock()  # held from checking a limit until the new upload or batch is counted
         self._begun: set[asyncio.Task[Any]] = set()  # tasks that finish even if their caller is cancelled
         self._shares = Shares(time.monotonic)
         self._life: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
 
     async def __aenter__(self) -> LocalBatchService:
-        """Start, and wait until this process holds the folder."""
+        """Start the service and wait until this process holds the folder."""
         self.start()
         await self.opened()
         return self
@@ -135,11 +135,11 @@ class LocalBatchService(BatchService):
         await self.close()
 
     def start(self) -> None:
-        """Start a task that opens the folder when it is free and resumes its batches. Needs a running event loop."""
+        """Start a task that opens the folder once it is free and resumes its batches. Requires a running event loop."""
         self._life = asyncio.create_task(self._live())
 
     async def opened(self) -> None:
-        """Wait until this process holds the folder and has resumed the work. Raises the error that prevents it."""
+        """Wait until this process holds the folder and has resumed its work. Raises the error if it cannot."""
         assert self._life is not None, "it was started"
         opening = asyncio.create_task(self._opened.wait())
         try:
@@ -149,12 +149,12 @@ class LocalBatchService(BatchService):
         self.check_health()
 
     def check_health(self) -> None:
-        """Raise the error that has ended the work, if any."""
+        """Raise the error that stopped the service, if any."""
         if self._life is not None and self._life.done():
             self._life.result()
 
     async def counts(self) -> dict[str, int]:
-        """Return counts of the work since this process opened the folder, pending webhooks and paused batches."""
+        """Return the work done since this process opened the folder, and its pending webhooks and paused batches."""
         opened = self._open
         if opened is None:
             return {}
@@ -170,7 +170,7 @@ class LocalBatchService(BatchService):
         }
 
     async def close(self) -> None:
-        """Stop all work. Batches resume when the folder is opened again."""
+        """Stop all work. Unfinished batches resume when the folder is opened again."""
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
@@ -182,7 +182,7 @@ class LocalBatchService(BatchService):
         lock = take_lock(self._path / LOCK)
         if lock is None:
             logger.warning("another process holds the batches folder %s; waiting for it", self._path)
-        while lock is None:  # poll, because the system does not report that another process releases the lock
+        while lock is None:  # poll, because the system does not notify when another process releases the lock
             await asyncio.sleep(LOCK_RETRY_S)
             lock = take_lock(self._path / LOCK)
         try:
@@ -203,7 +203,7 @@ class LocalBatchService(BatchService):
         dispatcher = WebhookDispatcher(
             catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, random.Random()
         )
-        results_folder = "jobs"  # has a `ResultStore` for each batch that has not ended
+        results_folder = "jobs"  # holds a `ResultStore` for each batch that has not ended
         results = self._path / results_folder
         runner = BatchRunner(
             catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
@@ -238,7 +238,7 @@ class LocalBatchService(BatchService):
             await thread.run(catalog.close)
 
     async def _stop_when_superseded(self, catalog: Catalog) -> None:
-        """Raise Superseded if another process opens the folder, because a process can lose its lock unnoticed."""
+        """Raise Superseded once another process opens the folder. A process may lose its lock without noticing."""
         while True:
             await asyncio.sleep(GENERATION_CHECK_S)
             try:
@@ -252,8 +252,8 @@ class LocalBatchService(BatchService):
     async def _keep_house(self, opened: _Open) -> None:
         """Remove expired files and responses, abandoned uploads, batches that ended long ago, and old usage."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
-        batch_kept_s = 30 * 86_400.0  # after the end of a batch; files are stored for the same time by default
-        usage_kept_s = 400 * 86_400.0  # a year, and the month that is compared with the same month of the year before
+        batch_kept_s = 30 * 86_400.0  # counted from a batch's end; by default, files are stored as long
+        usage_kept_s = 400 * 86_400.0  # a year and a month, so that a month can be compared with the one a year earlier
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
@@ -307,7 +307,7 @@ class LocalBatchService(BatchService):
             self._finishing.discard(upload)
 
     async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
-        """Store a file and add it to the catalog. The slow sync does not run in the catalog's thread."""
+        """Store a file and add it to the catalog. The slow sync does not block the catalog's thread."""
         try:
             await asyncio.to_thread(draft.keep)
         except STORAGE_FAILURES:
@@ -320,7 +320,7 @@ class LocalBatchService(BatchService):
             raise
 
     async def _delete_content(self, opened: _Open, file_id: str) -> None:
-        """Delete the content of a file that is not in the catalog. If this fails, the next start deletes it."""
+        """Delete the content of a file that is not in the catalog. If this fails, the next start retries it."""
         try:
             await asyncio.to_thread(opened.files.delete, file_id)
         except OSError as error:
@@ -350,7 +350,7 @@ class LocalBatchService(BatchService):
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def _delete(self, opened: _Open, file_id: str) -> None:
-        # Change the catalog first: after a crash between the two steps, the next start deletes the content.
+        # Change the catalog first, so that after a crash between the two steps, the next start deletes the content.
         await self._run(opened.catalog.remove_unread_file, file_id)
         await self._delete_content(opened, file_id)
 
@@ -421,7 +421,7 @@ class LocalBatchService(BatchService):
         is_continued: bool = False,
         take: Take | None = None,
     ) -> AsyncGenerator[AnswerPart, None]:
-        """See `BatchService`. `take` receives bytes of a growing answer instead of a part, see `AnswerLog.parts`."""
+        """See `BatchService`. `take` receives the bytes of a growing answer as described in `AnswerLog.parts`."""
         follow = self._opened_now().responses.follow
         try:
             async with aclosing(
@@ -494,7 +494,7 @@ class LocalBatchService(BatchService):
     def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
         if room_left(total, used, owner) >= 1:
             return
-        share = f", {used[owner]} of them of this key, which may have as many as it leaves free" if owner else ""
+        share = f", {used[owner]} of them from this key, which must leave as many free as it has" if owner else ""
         raise Overloaded(
             f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
         )
@@ -518,14 +518,14 @@ class LocalBatchService(BatchService):
         return await self._translated(self._thread.run(function, *args, **kwargs))
 
     async def _to_its_end(self, steps: Coroutine[Any, Any, T]) -> T:
-        """Run the steps in a task and return their result. Cancelling the caller does not stop the steps half-way."""
+        """Run the steps in a task and return their result. Cancelling the caller does not interrupt them."""
         task = asyncio.create_task(steps)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return await asyncio.shield(task)
 
     async def _translated(self, call: Awaitable[T]) -> T:
-        """Return the call's result. Errors of the storage become an error that clients may see."""
+        """Await the call, turning storage errors into an error that clients may see."""
         try:
             return await call
         except STORAGE_FAILURES as error:
@@ -540,7 +540,7 @@ def _unusable(error: Exception) -> Unavailable:
     return Unavailable("the server cannot use its storage now; its log has the reason; try again")
 
 
-# The catalog's thread runs each of these functions in one piece:
+# Most of these functions run in the catalog's thread, where no other call interrupts them.
 
 
 def _open_folder(path: Path) -> tuple[Catalog, FileStore]:

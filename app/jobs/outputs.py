@@ -1,8 +1,8 @@
-"""The output that users read: one line for each result, and the output files that are made of the lines.
+"""Output files for users, with one line for each result.
 
-`BatchFormat` writes the lines of OpenAI's output and error files, `RecordFormat` the records of a bulk run. Characters
-that UTF-8 cannot encode (lone surrogates) become question marks, so that one such text does not fail other items.
-`write_batch_files` and `write_records` block: call them in a thread.
+`BatchFormat` makes the lines of OpenAI's output and error files, and `RecordFormat` the records of a bulk run. Lone
+surrogates, which UTF-8 cannot encode, become question marks, so that one bad text does not fail the whole file.
+`write_batch_files` and `write_records` block, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _WHY_UNFINISHED = {
 
 
 class BatchFormat:
-    """Makes the lines of OpenAI's batches. Every status but 200 belongs in the error file."""
+    """Makes the output lines of OpenAI's batches. Results with a status other than 200 belong in the error file."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
 
     def answered(self, item: Item, answered: ItemResponse) -> ItemResult:
-        """Return the result of an item that was answered as over HTTP."""
+        """Return the result of an item that was computed. A status other than 200 makes it an error."""
         request_id = ItemOrigin(self._job_id, item.number).request_id
         response = {"status_code": answered.status_code, "request_id": request_id, "body": answered.body}
         try:
             line = _batch_line(item.id, response, None)
-        except (ValueError, RecursionError) as error:  # NaN or too deep nesting fails only this item
+        except (ValueError, RecursionError) as error:  # NaN or very deep nesting fails only this item
             line = _batch_line(item.id, None, {"code": "server_error", "message": f"not JSON: {error}"})
             return ItemResult(number=item.number, is_error=True, line=line)
         usage = answered.body.get("usage") or {}
@@ -62,7 +62,7 @@ class BatchFormat:
             number=item.number,
             is_error=answered.status_code != 200,
             line=line,
-            # /v1/responses names the counts differently; /v1/messages counts cached tokens apart from the input tokens.
+            # /v1/responses names the counts differently, and /v1/messages excludes cached tokens from the input tokens.
             num_input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)) + num_read_from_cache,
             num_cached_tokens=details.get("cached_tokens", num_read_from_cache),
             num_output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
@@ -81,7 +81,7 @@ def _batch_line(custom_id: str, response: Json | None, error: Json | None) -> by
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """The two files of a batch before they are added to the catalog. A file without lines is None."""
+    """The two files of a batch, not yet added to the catalog. A file without lines is None."""
 
     output: StoredFile | None
     errors: StoredFile | None
@@ -97,9 +97,10 @@ def write_batch_files(
     now: int,
     keep_s: int | None,
 ) -> BatchFiles:
-    """Write each item of a batch that is about to reach the state `end` to one of two files, once. Raises OSError.
+    """Write every item of a batch to either the output file or the error file. Raises OSError.
 
-    The files expire `keep_s` seconds after `now` (None: never).
+    `end` is the batch's final state, which explains items without a result. The files expire `keep_s` seconds after
+    `now` (None: never).
     """
     with ExitStack() as stack:
         output, errors = (stack.enter_context(files.draft()) for _ in range(2))
@@ -122,10 +123,10 @@ def write_batch_files(
 
 
 class RecordFormat:
-    """Makes records with one text each, see `COLUMNS`."""
+    """Makes the records of bulk runs, which hold one text each. `COLUMNS` lists their fields."""
 
     def generated(self, output: ItemOutput) -> ItemResult:
-        """Return the result of an engine's output."""
+        """Return an engine's output as the result of its item."""
         columns = {"row": output.number} | asdict(output)
         record = {name: columns[name] for name in COLUMNS}
         return ItemResult(
@@ -142,7 +143,7 @@ class RecordFormat:
 
 
 def write_records(results: ResultStore, path: Path, output_format: str) -> None:
-    """Write all records to a file as JSONL or Parquet. If writing fails, `path` stays as it was. Raises OSError."""
+    """Write all records to `path`, as Parquet or JSONL. If writing fails, `path` is unchanged. Raises OSError."""
     with replaced(path) as temporary:
         if output_format == "parquet":
             _write_parquet(results, temporary)
@@ -155,7 +156,7 @@ def _write_parquet(results: ResultStore, path: Path) -> None:
     import pyarrow  # imported here, because the processes of a service do not use it
     from pyarrow import parquet
 
-    counting_columns = ("row", "prompt_tokens", "completion_tokens")  # integers; all other columns are texts or null
+    counting_columns = ("row", "prompt_tokens", "completion_tokens")  # integers; the other columns hold text or null
     schema = pyarrow.schema(
         [pyarrow.field(name, pyarrow.int64() if name in counting_columns else pyarrow.string()) for name in COLUMNS]
     )

@@ -1,18 +1,18 @@
-"""The store of a job's results: one folder with append-only journals, in which each item ends once.
+"""The store of a job's results: a folder of append-only journals with one result for each item that has ended.
 
     journal         one line for each item that has ended: a checksum, the item's number, its counts, its output line;
-                    each opening writes to a new journal: `journal.1`, `journal.2` and so on
+                    each opening starts a new journal: `journal.1`, `journal.2` and so on
     begun.bits      one bit for each item that has begun; survives a kill of this process, because the kernel writes it
     partial.tokens  the tokens of items that have begun and not ended
     recovery.json   the work lost to deaths of processes and engines so far
-    deaths.json     how often the process died while it had an item that has not ended
+    deaths.json     how many processes died while computing each item that has not ended
 
-When `append` returns, the lines are in the journal and survive the death of the process. After `sync`, the lines also
-survive the death of the machine. Opening the store reads each journal up to its first torn line, and so finds the items
-that have ended. Only `delete` removes results. Output files are made from the journals, see `app/jobs/outputs.py`.
+When `append` returns, the lines are in the journal and survive a crash of the process. After `sync`, they also survive
+a crash of the machine. Opening the store reads each journal up to its first torn line to find the items that have
+ended. Only `delete` removes results. `app/jobs/outputs.py` makes output files from the journals.
 
-One process at a time holds a folder. A process that has lost the folder unnoticed writes only to its own journal, so it
-cannot damage the next process's results. An item that ended in both processes counts once.
+One process at a time holds a folder. A process that has lost it without noticing writes only to its own journal, so it
+cannot damage the next process's results. If an item ended in both processes, only its first result counts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PARTIAL_HEAD_BYTES = 8
 
 
 class ResultsUnwritable(OSError):
-    """The store cannot be written now. Stored results stay."""
+    """The store cannot be written at the moment. Results that are stored already are safe."""
 
 
 class ItemSet:
-    """A set of items from 0 to num_items - 1. Each item takes one bit: a million items take 125 kB."""
+    """A set of items from 0 to num_items - 1 with one bit per item, so that a million items occupy 125 kB."""
 
     def __init__(self, num_items: int, bits: bytearray | mmap.mmap | None = None) -> None:
         self._bits = bytearray(_num_bytes(num_items)) if bits is None else bits
@@ -51,15 +51,15 @@ class ItemSet:
 
     @classmethod
     def in_file(cls, path: Path, num_items: int) -> ItemSet:
-        """Open or create a set in a memory-mapped file. Added items survive any death of this process."""
+        """Open or create a set in a memory-mapped file. Added items survive any crash of this process."""
         with path.open("a+b") as file:
-            # Allocate all blocks now: on a full disk, a write to a hole in a mapped file would kill the process.
+            # Allocate all blocks now, because on a full disk, a write to a hole in a mapped file kills the process.
             os.posix_fallocate(file.fileno(), 0, _num_bytes(num_items))
             return cls(num_items, mmap.mmap(file.fileno(), _num_bytes(num_items)))
 
     @classmethod
     def from_bytes(cls, bits: bytes) -> ItemSet:
-        """Return the set that `to_bytes` has turned into `bits`."""
+        """Restore a set from the result of `to_bytes`."""
         return cls(8 * len(bits), bytearray(bits))
 
     def to_bytes(self) -> bytes:
@@ -85,25 +85,25 @@ class ItemSet:
         self._count = 0
 
     def has_all(self, first: int, num_items: int) -> bool:
-        """Return whether the `num_items` items from `first` on are all in the set."""
+        """Return whether the set contains all items from `first` to `first + num_items - 1`."""
         return all(item in self for item in range(first, first + num_items))
 
     def minus(self, other: ItemSet) -> Iterator[int]:
-        """Yield the items that are in this set and not in the other, in order."""
+        """Yield the items of this set that are not in the other, in order."""
         for place, (mine, others) in enumerate(zip(self.to_bytes(), other.to_bytes(), strict=True)):
             if left := mine & ~others & 0xFF:
                 yield from (8 * place + bit for bit in range(8) if left >> bit & 1)
 
 
 class PartialOutputs:
-    """The tokens of items that have begun and not ended. Another engine, or another run, continues after these tokens.
+    """The tokens of items that have begun and not ended, from which another engine or another run can continue.
 
     A token is a function of the item, its seed and the tokens before it, so an item has no other state. The tokens are
-    in memory and in a file that is replaced as a whole. After a crash, the file lacks only the most recent tokens.
+    held in memory and in a file that is replaced as a whole. A crash loses only the most recent tokens.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the tokens that an earlier run left in the file. A torn file counts as empty."""
+        """Load the tokens that an earlier run left in the file. A torn file counts as empty."""
         self._path = path
         self._token_ids = dict(_read_partial(path))
         self._has_changed = False
@@ -113,21 +113,20 @@ class PartialOutputs:
         return item in self._token_ids
 
     def token_ids(self, item: int) -> tuple[int, ...]:
-        """Return the known tokens of an item."""
+        """Return the item's tokens so far; empty if none are known."""
         return tuple(self._token_ids.get(item, ()))
 
     def add(self, token_ids: Mapping[int, Sequence[int]]) -> None:
-        """Append new tokens to items."""
+        """Append the new tokens of each item in `token_ids`."""
         self._has_changed = self._has_changed or bool(token_ids)
         for item, more in token_ids.items():
             self._token_ids.setdefault(item, array("q")).extend(more)
 
     def drop(self, item: int) -> None:
-        """Forget the tokens of an item that has ended."""
         self._token_ids.pop(item, None)
 
     def save(self) -> None:
-        """Write all tokens, unless nothing has changed or a slow write was done recently. Raises OSError."""
+        """Write all tokens to the file, unless they are unchanged or were written recently. Raises OSError."""
         began_at = time.monotonic()
         if not self._has_changed or began_at < self._next_save_at:
             return
@@ -136,30 +135,30 @@ class PartialOutputs:
             content.extend((item, len(token_ids)))
             content.extend(token_ids)
         body = content.tobytes()
-        # The checksum shows whether the death of the machine left the file torn. If so, the items start again.
+        # The checksum detects a file torn by a crash of the machine. The items then start again.
         with replaced(self._path, survives_machine=False) as temporary:
             temporary.write_bytes(crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") + body)
         self._has_changed = False
         ended_at = time.monotonic()
-        partial_share_of_time = 0.02  # the most time for writing partial tokens: a large file is written less often
+        partial_share_of_time = 0.02  # at most this share of the time is spent on writing, however large the file is
         self._next_save_at = ended_at + (ended_at - began_at) / partial_share_of_time
 
 
 @dataclass(slots=True)
 class Recovery:
-    """The costs of deaths, over all runs on this folder."""
+    """Counts of interruptions over all runs on this folder."""
 
     runs: int = 0
     engines_lost: int = 0
-    continued_items: int = 0  # items that lost their engine or the driver, and continued after their known tokens
+    continued_items: int = 0  # items that lost their engine or the driver, and resumed from their known tokens
     recomputed_items: int = 0  # items that lost their engine or the driver, and started again without any known token
 
 
 class ResultStore:
-    """The results of one job. `ended` has the items that have ended."""
+    """The results of one job. `ended` is the set of items that have a result."""
 
     def __init__(self, folder: Path, num_items: int) -> None:
-        """Open the store in a folder, or create a new one. Raises OSError."""
+        """Open the store in a folder, or create one, and start a new journal. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
         self.num_items = num_items
@@ -169,9 +168,9 @@ class ResultStore:
         self._syncing = threading.Lock()
         self._appending = threading.Lock()
         self._is_closed = False
-        self._is_torn = False  # the journal ends with part of a line, and recovery would not read later lines
+        self._is_torn = False  # whether the journal ends with part of a line; recovery would not read lines after it
         earlier = journals_in(folder)
-        self._earlier = {path: self._recover(path) for path in earlier}  # the bytes of whole lines in each journal
+        self._earlier = {path: self._recover(path) for path in earlier}  # the size of each journal without a torn end
         self._path = folder / (f"{JOURNAL}.{_number(earlier[-1]) + 1}" if earlier else JOURNAL)
         self._end = 0
         self.begun = ItemSet(num_items)
@@ -195,11 +194,11 @@ class ResultStore:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all journals."""
+        """Size of all journals."""
         return sum(self._earlier.values()) + self._end
 
     def close(self) -> None:
-        """Close the store. Waits for a `sync` or an `append` in another thread."""
+        """Close the store once a `sync` or `append` in another thread has returned."""
         with self._syncing, self._appending:
             self._is_closed = True
             os.close(self._journal)
@@ -209,7 +208,7 @@ class ResultStore:
                 self._path.unlink()
 
     def _note_death(self) -> None:
-        """Count a death for each item that was under way when the previous process died."""
+        """Count a death for each item that was running when the previous process died."""
         under_way = list(self.begun.minus(self.ended))
         if under_way:
             self.deaths.update(under_way)
@@ -218,7 +217,7 @@ class ResultStore:
             self.begun.clear()
 
     def _note_stop(self) -> None:
-        """Note that the items under way stop without a death."""
+        """Mark the running items as interrupted by a clean stop, so that the next opening counts no death."""
         under_way = list(self.begun.minus(self.ended))
         if under_way:
             self.note_interrupted(under_way)
@@ -232,9 +231,9 @@ class ResultStore:
             path.unlink(missing_ok=True)
 
     def append(self, results: Iterable[ItemResult]) -> list[ItemResult]:
-        """Write results and return the new ones. An item that has ended before keeps its result. Any thread may call.
+        """Write results and return the new ones. An item that has ended already keeps its first result. Thread-safe.
 
-        Raises ResultsUnwritable; in that case, no result was added.
+        Raises ResultsUnwritable, and then adds none of the results.
         """
         given = list(results)
         if not given:
@@ -264,7 +263,7 @@ class ResultStore:
             self._is_torn = True
 
     def progress(self, token_ids: Mapping[int, Sequence[int]]) -> None:
-        """Add new tokens of items that have not ended, and store all partial tokens. Raises ResultsUnwritable."""
+        """Add new tokens of unfinished items, and save all partial tokens if due. Raises ResultsUnwritable."""
         self.partial.add(token_ids)
         try:
             self.partial.save()
@@ -272,7 +271,7 @@ class ResultStore:
             raise ResultsUnwritable(*error.args) from error
 
     def note_interrupted(self, items: Iterable[int]) -> None:
-        """Count items that had begun when they lost their engine."""
+        """Count items that had begun when they lost their engine, by whether they can resume from known tokens."""
         for item in items:
             if item in self.partial:
                 self.recovery.continued_items += 1
@@ -280,7 +279,7 @@ class ResultStore:
                 self.recovery.recomputed_items += 1
 
     def sync(self) -> None:
-        """Sync the journal and `recovery` to the disk. Any thread may call. Raises ResultsUnwritable."""
+        """Sync the journal and `recovery` to the disk. Thread-safe. Raises ResultsUnwritable."""
         try:
             with self._syncing:
                 if not self._is_closed:
@@ -290,10 +289,10 @@ class ResultStore:
             raise ResultsUnwritable(*error.args) from error
 
     def results(self) -> Iterator[ItemResult]:
-        """Yield all results in the order in which their items ended. Any thread may call."""
+        """Yield all results in the order in which their items ended. Thread-safe."""
         yielded = ItemSet(self.num_items)
         for path, end in {**self._earlier, self._path: self._end}.items():
-            if not end:  # the process of an empty journal may have removed it
+            if not end:  # an empty journal may have been removed by the process that created it
                 continue
             with path.open("rb") as journal:
                 while journal.tell() < end:
@@ -304,11 +303,11 @@ class ResultStore:
                         yield result
 
     def _recover(self, path: Path) -> int:
-        """Add the results before the first torn line of a journal, and sync the journal. Returns the results' size."""
+        """Load a journal's results up to its first torn line, and sync the journal. Returns their size in bytes."""
         end = 0
         try:
             journal = path.open("rb")
-        except FileNotFoundError:  # a process that has lost the folder has just removed its empty journal
+        except FileNotFoundError:  # a process that lost the folder has just removed its empty journal
             return 0
         with journal:
             for line in journal:
@@ -318,7 +317,7 @@ class ResultStore:
                 if result.number not in self.ended:
                     self._note_end(result)
                 end += len(line)
-            os.fsync(journal.fileno())  # the process that wrote the journal may have died before syncing it
+            os.fsync(journal.fileno())  # the process that wrote the journal may have crashed before syncing it
         return end
 
     def _note_end(self, result: ItemResult) -> None:
@@ -334,7 +333,7 @@ class ResultStore:
 
 
 def journals_in(folder: Path) -> list[Path]:
-    """Return the journals of a store, the oldest first, without copies that have other names."""
+    """Return a store's journals, oldest first. Ignores copies under other names, such as `journal.1.bak`."""
     numbered = (path for path in folder.glob(f"{JOURNAL}.*") if path.name.removeprefix(f"{JOURNAL}.").isdecimal())
     return [*folder.glob(JOURNAL), *sorted(numbered, key=_number)]
 
@@ -353,7 +352,7 @@ def _from_line(line: bytes, num_items: int) -> ItemResult | None:
     """Return the result in a line of the journal, or None if the line is torn."""
     checksum_digits = 8
     checksum, body = line[:checksum_digits], line[checksum_digits + 1 : -1]
-    # An empty body is refused first, because it matches a checksum of zeros.
+    # Reject an empty body first, because it matches a checksum of zeros.
     if not body or not line.endswith(b"\n") or checksum != b"%08x" % crc32(body):
         return None
     number, is_error, *counts, content = body.split(b" ", 5)
@@ -376,8 +375,8 @@ def _write_all(descriptor: int, content: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-# The errors of a missing or torn file: two processes wrote it at once, or the storage lost a part. The counts of deaths
-# start again then, because the results in the same folder are worth more.
+# Errors of a missing or torn file: two processes wrote it at once, or the storage lost a part. Its counts then restart
+# at zero, because refusing the folder would make the results in it unusable.
 _NO_COUNTS = (FileNotFoundError, ValueError, TypeError, AttributeError)
 
 

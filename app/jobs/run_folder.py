@@ -1,11 +1,11 @@
-"""The folder of a bulk run: the description of the run, its results during the run, and its output at the end.
+"""The folder of a bulk run, with its description, its results while it runs, and its output at the end.
 
-    run.json       the run: the input's fingerprint and everything that the answers depend on
-    ...            the files of the store of results during the run, see `app/jobs/results.py`
+    run.json       the input's fingerprint and everything else that the answers depend on
+    ...            the files of the result store while the run is unfinished, see `app/jobs/results.py`
     results.jsonl  the output, made from the store (or results.parquet)
     summary.json   written last; if it exists, the run is finished
 
-One process at a time holds the folder, by a lock that ends with the process.
+A lock, which the system releases when a process exits, ensures that one process at a time uses the folder.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from app.jobs.runner import JobRun
 
 MANIFEST, SUMMARY = "run.json", "summary.json"
 OUTPUTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
-FORMAT_VERSION = 2  # the version of the store's files; a change to the files needs a new version
+FORMAT_VERSION = 2  # the version of the store's files; increase it whenever their format changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The content of summary.json. Times and rates are those of the last run on the folder; counts cover all runs."""
+    """The content of summary.json. Counts cover all runs on the folder; times and rates cover only the last one."""
 
     rows: int
     ok: int
@@ -62,22 +62,22 @@ class Summary:
 
 
 class RunFolder:
-    """The folder of one run, held by this process."""
+    """The folder of one run, locked by this process."""
 
     def __init__(self, path: Path, *, num_items: int, output_format: str, lock: int) -> None:
-        """Do not call this: call `open_run`, which checks and locks the folder first."""
+        """Use `open_run` instead, which checks and locks the folder first. `lock` is the lock's file descriptor."""
         self._path = path
         self._format = output_format
         self._lock = lock
         self.results = ResultStore(path, num_items)
 
     def close(self) -> None:
-        """Release the folder. The run in the folder can be resumed."""
+        """Release the folder. An unfinished run can be resumed later."""
         self.results.close()
         os.close(self._lock)
 
     def finish(self, summary: Summary) -> None:
-        """Write the output, then the summary; delete the store. All items must have ended. Raises ResultsUnwritable."""
+        """Write the output, then the summary, and delete the store. Raises ResultsUnwritable."""
         assert self.results.is_complete, "a run is finished when every item has its result"
         self.results.sync()
         try:
@@ -88,7 +88,7 @@ class RunFolder:
             raise ResultsUnwritable(*error.args) from error
 
     def unwritable(self, error: OSError) -> Failure:
-        """Return an error that tells the operator that the folder cannot be written, and how to resume."""
+        """Return an error that reports why the folder cannot be written, and how to resume the run."""
         results = self.results
         return Failure(
             f"{self._path}: cannot be written to: {error.strerror}; {len(results.ended):,} of {results.num_items:,} "
@@ -97,10 +97,11 @@ class RunFolder:
 
 
 def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_format: str, resume: bool) -> RunFolder:
-    """Open the folder for the run that `run` describes, or create a new one. A refused folder stays as it is.
+    """Open or create the folder for the run that `run` describes. A refused folder is not changed.
 
     Raises:
-        InvalidSetup: the folder has other files, another run or a finished run, is in use, or `resume` is missing.
+        InvalidSetup: the folder is in use, holds other files, another run or a finished run, or holds this run
+            unfinished and `resume` is false.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_forma
 
 
 def finish_run(folder: RunFolder, run: JobRun[Any], compute: Callable[[], None]) -> Summary:
-    """Compute the items that have not ended, then finish the folder. Returns the summary.
+    """Call `compute` unless every item has ended, then finish the folder. Returns the summary.
 
     Raises Failure if the folder cannot be written, and the errors of `compute`.
     """
@@ -159,7 +160,7 @@ def _summary(results: ResultStore, run: JobRun[Any], before: Counts) -> Summary:
 
 
 def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
-    """Return the summary of this run if the run is finished, or None if not."""
+    """Return the summary if the folder holds this run and it is finished, otherwise None."""
     if not (path / SUMMARY).exists() or _read_json(path / MANIFEST) != {"version": FORMAT_VERSION} | dict(run):
         return None
     return Summary(**_read_json(path / SUMMARY))

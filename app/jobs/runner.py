@@ -1,4 +1,4 @@
-"""Runs one job from its input to the end of every item, with any executor and any source of items."""
+"""Runs one job until every item has ended. The job's input and its executor are interchangeable."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ RATE_WINDOW_S = 30
 
 PieceT = TypeVar("PieceT")
 
-# Makes a pass through the input. The pass yields lists of the items that have not ended; items that cannot run are
-# `InvalidItem`s. A pass may wait until it knows how to read the items.
+# Starts a pass through the input, which yields lists of the items that have not ended. Items that cannot run are
+# `InvalidItem`s. A pass may first wait for information that it needs to read the items.
 Source = Callable[[], AsyncGenerator[Sequence[ItemT | InvalidItem], None]]
 
 logger = logging.getLogger(__name__)
 
 
 class ReadingBroke(Exception):
-    """A pass through the input ended early. Another pass may get further."""
+    """A pass through the input ended early. Another pass may read more."""
 
 
 class JobRun(Generic[ItemT]):
-    """A run whose reader, executor and clock share an event loop."""
+    """One run of a job. The reader, the executor and the clock share one event loop."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class JobRun(Generic[ItemT]):
         progress: RunProgress | None = None,
         deaths: Mapping[int, int] | None = None,
     ) -> None:
-        """New results are written to `results` and passed to `on_results`. `on_tokens` gets numbers of output tokens.
+        """`results` stores new results, and `on_results` then receives them. `on_tokens` receives output token counts.
 
         `invalid` makes the result of an item that cannot run or is given up. `progress` shows a line on stderr.
-        `deaths` gives, for each item, how many earlier processes died with the item.
+        `deaths` maps an item's number to the count of earlier processes that died while computing it.
         """
         self._results = results
         self._invalid = invalid
@@ -65,7 +65,7 @@ class JobRun(Generic[ItemT]):
         self.ended_at: float | None = None
 
     async def run(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
-        """Compute all items. Returns when every item has ended. Raises the errors of the executor.
+        """Compute all items and return once every item has ended. Errors of the executor are raised unchanged.
 
         Raises:
             ResultsUnwritable: the store cannot be written.
@@ -80,21 +80,21 @@ class JobRun(Generic[ItemT]):
             if self._progress is not None and sys.stderr.isatty():
                 print(file=sys.stderr)
 
-    # ------------------------------------------------------------------ what becomes of items
+    # ------------------------------------------------------------------ reports from the executor
 
     def ready(self) -> None:
-        """Start the measured time of the run. The executor calls this when it can compute items."""
+        """Start to measure the run's time. The executor calls this once it can compute items."""
         if self.began_at is None:
             self.began_at = time.monotonic()
             if self._progress is not None:
                 self._progress.begin(self.began_at, self._num_before)
 
     def begun(self, items: Sequence[int]) -> None:
-        """Note that items have begun. An item may be noted again."""
+        """Record that items have begun. Safe to repeat."""
         self._results.begun.update(items)
 
     async def ended(self, result: ItemResult, *, is_large: bool = False) -> None:
-        """Store the result of an item that has ended, in a thread if `is_large`. Raises ResultsUnwritable."""
+        """Store an item's result; with `is_large`, write it in a thread. Raises ResultsUnwritable."""
         self.begun([result.number])
         async with self._appending:
             if is_large:
@@ -105,20 +105,20 @@ class JobRun(Generic[ItemT]):
         self._count_tokens(result.num_output_tokens)
 
     def generated(self, output: EngineOutput, results: Iterable[ItemResult]) -> None:
-        """Store the tokens from an engine and the results of items that ended. Raises ResultsUnwritable."""
+        """Store an engine's new tokens and the results of items that have ended. Raises ResultsUnwritable."""
         self.begun(output.begun)
         self._append(results)
         self._results.progress(output.token_ids)
         self._count_tokens(output.num_tokens)
 
     def lost(self, loss: Loss) -> None:
-        """Note that an engine has died, and end the items that are given up. Raises ResultsUnwritable."""
+        """Record an engine's death and store errors for the items that are given up. Raises ResultsUnwritable."""
         self._append(map(self._invalid, loss.given_up))
         self._results.recovery.engines_lost += 1
         self.interrupted(loss.begun)
 
     def interrupted(self, items: Iterable[int]) -> None:
-        """Note that items that had begun lost their engine and will be continued or computed again."""
+        """Record that items had begun when they lost their engine; they will be resumed or computed again."""
         self._results.note_interrupted(items)
 
     def _append(self, results: Iterable[ItemResult]) -> None:
@@ -132,7 +132,7 @@ class JobRun(Generic[ItemT]):
     # ------------------------------------------------------------------ the input
 
     async def _read(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
-        """Add all items that have not ended to the backlog. Further passes read the items that a pass left out."""
+        """Add all unfinished items to the backlog. If a pass ends early, further passes read the remaining items."""
         trouble, num_fruitless = "", 0
         max_fruitless_passes = 3
         while num_fruitless < max_fruitless_passes:
@@ -167,7 +167,7 @@ class JobRun(Generic[ItemT]):
     # ------------------------------------------------------------------ the clock
 
     async def _clock(self, executor: Executor[ItemT]) -> None:
-        """Sync the results every second, and show progress: every second on a terminal, every 10 seconds in a log."""
+        """Sync the results every second. Show progress every second on a terminal, or every 10 seconds in a log."""
         sync_every_s = 1.0
         line_every_s = 10.0
         lines_every_s = sync_every_s if sys.stderr.isatty() else line_every_s
@@ -180,7 +180,7 @@ class JobRun(Generic[ItemT]):
                 _show(f"{pace}, {executor.state}")
                 shown_at = now
             await asyncio.sleep(sync_every_s)
-            self._results.progress({})  # saves tokens that were not saved before because the file was just written
+            self._results.progress({})  # saves tokens that an earlier call skipped because of a recent write
             await asyncio.to_thread(self._results.sync)
 
 
@@ -195,17 +195,17 @@ class Executor(ABC, Generic[ItemT]):
 
     @abstractmethod
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return coroutines that run concurrently until the run is over. The first error of any part ends the run."""
+        """Return coroutines to run concurrently until the run is over. The first error in any of them ends the run."""
 
     @property
     def state(self) -> str:
-        """The state in words, for the line of progress."""
+        """A phrase about the executor's state for the progress line."""
         return ""
 
     @property
     @abstractmethod
     def num_wanted(self) -> int:
-        """The number of items that should wait in the backlog, so that no engine waits for the input."""
+        """Number of items that should wait in the backlog, so that no engine waits for the input."""
 
     async def wait_for_room(self) -> None:
         """Wait until the backlog has fewer than `num_wanted` waiting items."""
@@ -213,12 +213,12 @@ class Executor(ABC, Generic[ItemT]):
             await self._changed.wait_for(lambda: self._backlog.num_waiting < self.num_wanted)
 
     async def has_changed(self) -> None:
-        """Wake all waiting parts, because items were added or taken, or the input is over."""
+        """Wake all waiting parts. Call this after items were added or taken."""
         async with self._changed:
             self._changed.notify_all()
 
     async def end_of_input(self) -> None:
-        """Note that no more items will be added, and wake all waiting parts."""
+        """Record that no more items will be added, and wake all waiting parts."""
         self._input_is_over = True
         await self.has_changed()
 
@@ -233,10 +233,10 @@ class Executor(ABC, Generic[ItemT]):
 
 
 class RecentRate:
-    """The rate of events over the last `window_s` seconds, counted by whole second. Has no clock."""
+    """The rate of events over the last `window_s` seconds, with a resolution of one second. Has no clock."""
 
     def __init__(self, window_s: int, *, began_at: float) -> None:
-        """`began_at` is the time when counting began. All times are in seconds of one monotonic clock."""
+        """`began_at` is the time when counting began. All times are seconds of the caller's clock."""
         self._window_s = window_s
         self._began_at = began_at
         self._seconds: deque[tuple[int, int]] = deque(maxlen=window_s)  # (second, number)
@@ -255,7 +255,7 @@ class RecentRate:
 
 
 class RunProgress:
-    """The current speed of a run, over the last half minute, and the time until the run is done."""
+    """The speed of a run over the last half minute, and the estimated time until it is done."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -263,7 +263,7 @@ class RunProgress:
         self.begin(0.0, 0)
 
     def begin(self, now: float, num_ended: int) -> None:
-        """Start measuring now."""
+        """Start to measure the speed at `now`."""
         self._num_ended = num_ended  # items that had ended at the last line
         self._rows, self._tokens = (RecentRate(RATE_WINDOW_S, began_at=now) for _ in range(2))
 
@@ -271,7 +271,7 @@ class RunProgress:
         self._num_tokens += num_tokens
 
     def line(self, now: float, num_ended: int) -> str:
-        """Return one line of progress. `now` is in seconds of the clock of `begin`."""
+        """Return the next progress line. Speeds cover the events since earlier calls, so call this regularly."""
         self._rows.add(num_ended - self._num_ended, at=now)
         self._tokens.add(self._num_tokens, at=now)
         self._num_ended, self._num_tokens = num_ended, 0
@@ -286,11 +286,11 @@ class RunProgress:
 
 
 async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerator[PieceT, None]:
-    """Yield the pieces of a blocking generator, which runs in a daemon thread.
+    """Run a blocking generator in a daemon thread and yield its pieces.
 
-    One thread reads all pieces: each new thread may get another arena of the allocator, and every arena grows to the
-    size of the largest pieces. Close this generator if you stop early. Closing waits up to 20 s for the thread to leave
-    the blocking generator, because shutting Ray down while the thread is inside would crash the process.
+    One thread reads all pieces, because each new thread may use another arena of the allocator, and every arena grows
+    to the size of the largest pieces. Close this generator if you stop early. Closing waits up to 20 s until the thread
+    has left the blocking generator, because a shutdown of Ray while the thread is inside would crash the process.
     """
     loop = asyncio.get_running_loop()
     is_asked: SimpleQueue[asyncio.Future[PieceT | None] | None] = SimpleQueue()  # None: no more pieces are wanted
@@ -310,7 +310,7 @@ async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerato
                 piece = next(pieces, None)
             except Exception as error:
                 failure = error
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # the loop may be closed by now
                 loop.call_soon_threadsafe(settle, asked, piece, failure)
 
     threading.Thread(target=read, name="input", daemon=True).start()
@@ -329,7 +329,7 @@ async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerato
         is_asked.put(None)
         await asyncio.wait({asked}, timeout=reader_patience_s)
         if asked.done():
-            asked.exception()  # marks the error as read: it was raised above, or no one reads any more
+            asked.exception()  # marks the error as retrieved: it was raised above, or nobody will read it
             pieces.close()
 
 
@@ -339,7 +339,7 @@ def _show(line: str) -> None:
 
 
 async def _until(over: Coroutine[Any, Any, None], parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the parts concurrently until `over` returns or a part fails, then cancel all. Raises the first error."""
+    """Run the parts concurrently until `over` returns or a part fails, then cancel the rest. Raises the first error."""
     end = asyncio.create_task(over)
     running = {end, *map(asyncio.create_task, parts)}
     try:

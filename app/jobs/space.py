@@ -1,4 +1,4 @@
-"""The limits of stored bytes: each owner's share of a pool, and the reserve of the disk that stays free."""
+"""Limits for stored bytes: each owner's share of the total, and a reserve of the disk that stays free."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 
 from app.fair import SharedPool
 
-# The database, logs and other programs need room when batches have used their room. A small disk reserves the share.
+# Batches leave this much of the disk to the database, logs and other programs: the smaller of the two values.
 RESERVE_BYTES = 512 * 1024 * 1024
 RESERVE_SHARE = 0.05
-RESERVE_OF_WORK = 0.5  # the part of the reserve that results and answers in progress leave free
-MIN_CHARGED_BYTES = 4096  # each file counts at least this much: it takes a block of the disk and a row of the catalog
+RESERVE_OF_WORK = 0.5  # the share of the reserve that results and answers in progress leave free
+MIN_CHARGED_BYTES = 4096  # each file counts as at least this much, for its disk block and its row in the catalog
 
 
 def room_left(total: int, used: Mapping[str, int], owner: str) -> int:
-    """Return how much an owner may still take of a pool; negative if the owner has too much.
+    """Return how much of the total an owner may still use; negative if it exceeds its share.
 
-    The owner "", which stands for all owners if they are not distinguished, may take all that is free.
+    The owner "", which stands for everyone if owners are not distinguished, may use all that is free.
     """
     pool = SharedPool(total, used)
     return pool.room_left(owner) if owner else pool.free
 
 
 def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes: int = 0) -> str | None:
-    """Return why an owner may not store `num_bytes` more bytes, or None if the owner may."""
+    """Return the reason why an owner may not store `num_bytes` more bytes, or None if it may."""
     if num_bytes <= room_left(total, used, owner):
         return None
     own, free = used.get(owner, 0), total - sum(used.values())
-    rule = "; a key may store as much as it leaves free" if owner else ""
+    rule = "; a key must leave as much free as it stores" if owner else ""
     return (
         f"files, responses and batches have {own:,} bytes, and {num_bytes:,} more are wanted; this server stores "
         f"{total:,}, and {free:,} of these are free{rule}: delete files first"
@@ -37,9 +37,9 @@ def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes
 
 
 def shortage_of_disk(folder: Path, num_bytes: int = 0, *, share_of_reserve: float = 1.0) -> str | None:
-    """Return why `num_bytes` more bytes must not be written to the disk of a folder, or None if they may. Blocks.
+    """Return the reason why `num_bytes` more bytes must not be written to a folder's disk, or None if they may.
 
-    Work in progress may use a part of the reserve, so that the work can end when no new work may begin.
+    Work in progress passes a `share_of_reserve` below 1, so that it can finish when no new work may begin. Blocks.
     Raises OSError.
     """
     disk = os.statvfs(folder)

@@ -1,9 +1,9 @@
 """Generates the responses, chats and completions that are stored.
 
-A stored answer does not depend on its connection or its ingress. The catalog has a row for an answer before the client
-gets the id, and the end of the answer before a client reads the end. The request and the deltas are records in a file.
-If this process dies, the next process generates the answer again with the same prompt and seed, and skips the tokens
-that the file already has.
+A stored answer outlives its connection and its ingress. The catalog records the answer before the client receives its
+id, and the end of the answer before any client reads it. A file stores the request and the deltas as records. If this
+process dies, the next one generates the answer again with the same prompt and seed, and skips the tokens that the file
+already contains.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from app.records import RecordReader, record, whole_bytes
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-RETRY_S = 1.0  # the pause after a refusal that names no time
-LOOK_EVERY_BYTES = 256 * 1024  # after this many bytes of an answer, the disk is checked for room
-REFUSAL_KEPT_S = 60.0  # how long the client of a refused response can read the reason
+RETRY_S = 1.0  # the pause after a refusal without a retry time
+LOOK_EVERY_BYTES = 256 * 1024  # an answer checks the disk for room each time it has grown by this many bytes
+REFUSAL_KEPT_S = 60.0  # how long clients can read the reason for a refused response
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
 _decode_end = msgspec.json.Decoder(AnswerEnd).decode
@@ -56,13 +56,13 @@ class _Running:
 
     new: NewResponse
     log: AnswerLog | None = None  # None until the answer is accepted
-    has_counted: bool = False  # whether the catalog counts this attempt
-    num_charged: int = MIN_CHARGED_BYTES  # bytes of the file that the catalog counts until the answer ends
+    has_counted: bool = False  # whether the catalog has counted this attempt
+    num_charged: int = MIN_CHARGED_BYTES  # bytes that the catalog counts for the file until the answer ends
     task: asyncio.Task[None] | None = None
 
 
 class StoredResponses:
-    """The responses of one folder, while this process holds the folder."""
+    """The stored responses of a folder that this process holds."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class StoredResponses:
         keep_s: int | None,
         wait_s: float,
     ) -> None:
-        """`folder` has the files of the answers. `thread` is the catalog's thread.
+        """`folder` holds the answers' files. `thread` is the only thread that uses the catalog.
 
-        `admit` raises if an owner has no space left for a number of bytes, or has too many running answers; its last
-        argument counts the running answers of each owner. While an answer grows, `shortage` returns why the disk has
-        no room at the moment, or None, and raises if the owner has no space left. An answer waits for room on a
-        replica for at most `wait_s` seconds and is deleted after `keep_s` seconds (None: never).
+        `admit(owner, num_bytes, running)` raises if the owner has no space left for the bytes or too many running
+        answers; `running` returns the running answers of each owner. While an answer grows, `shortage` returns the
+        reason why the disk has no room, or None, and raises if the owner has no space left. An answer waits at most
+        `wait_s` seconds for room on a replica, and is deleted after `keep_s` seconds (None: never).
         """
         self._folder = folder
         self._catalog = catalog
@@ -95,15 +95,15 @@ class StoredResponses:
         self._wait_s = wait_s
         self._writer = LogWriter()
         self._running: dict[str, _Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # tasks of running answers, and of refused ones until deleted
+        self._tasks: set[asyncio.Task[None]] = set()  # for running answers, and for refused ones until they are deleted
         self._changes: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._writing: asyncio.Task[None] | None = None  # writes changes until none is left
-        # By owner and id: the ends of accepted responses that were refused before the first token.
+        # The ends of accepted responses that were refused before their first token, by owner and id.
         self._refusals: dict[tuple[str, str], AnswerEnd] = {}
         self._closing = asyncio.Event()
 
     async def resume(self) -> None:
-        """Continue the answers that have not ended, and remove files that belong to no answer."""
+        """Resume the answers that have not ended, and remove files that belong to no answer."""
         unended = await self._thread.run(self._catalog.unended_responses)
         known = set(await self._thread.run(self._catalog.response_ids))
         await asyncio.to_thread(_sweep, self._folder, known)
@@ -113,9 +113,9 @@ class StoredResponses:
             self._start(running, self._continue(running, stored.num_attempts))
 
     async def close(self) -> None:
-        """Stop all work. Unfinished answers are continued when the folder is opened again.
+        """Stop all work. Unfinished answers resume when the folder is opened again.
 
-        All calls in progress end. A call that waits for the storage raises Unavailable.
+        Ends all calls in progress. Calls that are waiting for the storage raise Unavailable.
         """
         self._closing.set()
         tasks = [*self._tasks]
@@ -130,11 +130,11 @@ class StoredResponses:
             await self._writing
         counted = [response_id for response_id, running in self._running.items() if running.has_counted]
         uncount = partial(self._catalog.count_response_attempt, by=-1)
-        with suppress(*STORAGE_FAILURES):  # if the storage fails, this stop counts as a death
+        with suppress(*STORAGE_FAILURES):  # if the storage fails, this stop counts as a crash
             await self._thread.run(self._catalog.together, [partial(uncount, each) for each in counted])
 
     def growing_bytes(self) -> Counter[str]:
-        """Return the bytes of running answers that the catalog does not count yet, by owner."""
+        """Return, by owner, the bytes of running answers that the catalog does not count yet."""
         grown: Counter[str] = Counter()
         for running in self._running.values():
             if running.log is not None:
@@ -142,7 +142,7 @@ class StoredResponses:
         return grown
 
     async def create(self, new: NewResponse) -> None:
-        """Begin a response. Raises Overloaded, and every error with which the request can be refused."""
+        """Begin a response and return once it is stored. Raises Overloaded, or any other error that refuses it."""
         await self._admit(new.owner, len(new.body), self._owners)
         if self._closing.is_set():
             raise _ends()
@@ -154,7 +154,7 @@ class StoredResponses:
     async def follow(
         self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool, take: Take | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """Return the parts of one response, see `LocalBatchService.follow_response`."""
+        """Return the parts of a response as described in `LocalBatchService.follow_response`."""
         running = self._of(owner, response_id)
         if running is not None:
             assert running.log is not None, "it is accepted"
@@ -177,7 +177,7 @@ class StoredResponses:
         running = self._of(owner, response_id)
         if running is not None:
             await self._stop(running)
-            if response_id in self._running:  # otherwise the response ended before the task was cancelled
+            if response_id in self._running:  # otherwise the response ended before its task was cancelled
                 await self._end(running, AnswerEnd("cancelled"))
         stored = await self._stored(owner, response_id)
         if stored.status != "cancelled":
@@ -195,9 +195,8 @@ class StoredResponses:
             await self._forget([response_id])
 
     async def remove_expired(self) -> None:
-        """Delete the responses that have expired."""
         expired = await self._thread.run(self._catalog.expired_response_ids, self._clock())
-        at_once = 100  # responses in one transaction, because other work waits for the catalog's thread
+        at_once = 100  # responses per transaction; few, because other work is waiting for the catalog's thread
         for at in range(0, len(expired), at_once):
             await self._forget(expired[at : at + at_once])
 
@@ -206,7 +205,7 @@ class StoredResponses:
             await asyncio.to_thread((self._folder / unused).unlink, missing_ok=True)
 
     async def _write(self, change: Callable[[], T]) -> T:
-        """Change the catalog. Changes that arrive while an earlier change is being written share one transaction."""
+        """Apply a change to the catalog. Changes that arrive during an earlier write share one transaction."""
         written: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._changes.append((change, written))
         if self._writing is None:
@@ -228,7 +227,7 @@ class StoredResponses:
             self._writing = None
 
     async def _outcomes_of(self, changes: Sequence[tuple[Callable[[], Any], asyncio.Future[Any]]]) -> list[Any]:
-        """Make changes in one transaction or, if one of them fails, one by one. Returns their results or errors."""
+        """Apply changes in one transaction or, if one fails, one by one. Returns their results or errors."""
         try:
             return await self._thread.run(self._catalog.together, [change for change, _ in changes])
         except Exception as error:
@@ -248,7 +247,7 @@ class StoredResponses:
         running.task.add_done_callback(partial(self._task_ended, running))
 
     def _task_ended(self, running: _Running, task: asyncio.Task[None]) -> None:
-        """If the task of an answer has failed, give its readers the failure."""
+        """Report a failed task to the readers of its answer."""
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return
@@ -258,7 +257,7 @@ class StoredResponses:
         self._leave(running, failure=Unavailable("the server cannot finish this answer now; read it again later"))
 
     async def _begin(self, running: _Running, accepted: asyncio.Future[None]) -> None:
-        """Generate a response. Sets `accepted` when the catalog has the response."""
+        """Generate a response. Sets `accepted` once the response is in the catalog, or to the error that refuses it."""
         try:
             end = await self._generate(running, accepted)
         except Exception as error:
@@ -273,7 +272,7 @@ class StoredResponses:
         else:
             await self._end(running, end)
         finally:
-            accepted.cancel()  # has an effect only if this process ends
+            accepted.cancel()  # has an effect only if this process is closing
 
     async def _continue(self, running: _Running, num_attempts: int) -> None:
         """Generate the rest of a response that an earlier process began."""
@@ -295,15 +294,15 @@ class StoredResponses:
         await self._end(running, await self._generate(running, None))
 
     async def _open(self, running: _Running, path: Path) -> None:
-        """Open the file of a response and cut off a torn last record. Raises Failure."""
-        running.new, num_bytes = await asyncio.to_thread(_taken_up, path)
+        """Open a response's file, cutting off a torn last record. Raises Failure."""
+        running.new, num_bytes = await asyncio.to_thread(_repaired, path)
         running.log = AnswerLog(path, self._writer, num_bytes)
         logger.info("response %s is continued after %d bytes", path.name, num_bytes)
 
     async def _generate(self, running: _Running, accepted: asyncio.Future[None] | None) -> AnswerEnd:
-        """Generate a response and return its end. Retries a response that `may_wait` until a replica has room.
+        """Generate a response and return its end. A response that `may_wait` is retried until a replica has room.
 
-        Raises the error that refuses the response before its first token.
+        Raises the error if the response is refused before its first token.
         """
         new = running.new
         may_wait = new.may_wait or accepted is None
@@ -337,7 +336,7 @@ class StoredResponses:
                 return _ended_by(error, new.response_id)
 
     async def _room(self, new: NewResponse) -> None:
-        """Wait until the disk has room for more of a running answer. Raises InvalidRequest if the share is full."""
+        """Wait until the disk has room for a growing answer. Raises InvalidRequest if its owner's share is used up."""
         has_logged = False
         while (shortage := await self._shortage(new.owner)) is not None:
             if not has_logged:
@@ -349,7 +348,7 @@ class StoredResponses:
         return self._clock() + seconds < new.created_at + self._wait_s
 
     async def _accept(self, running: _Running, answer: AnswerRecorder) -> None:
-        """Store a response: write the request to a file, then add the row to the catalog."""
+        """Store a new response: write its request to a file, then add its row to the catalog."""
         new, path = running.new, self._folder / running.new.response_id
         head = record(_encode(new)) + record(answer.info)
         stored = StoredResponse(
@@ -364,7 +363,7 @@ class StoredResponses:
         )
         try:
             await asyncio.to_thread(_create, path, head)
-            # Open the log before adding the row: without a log, nothing would end the response.
+            # Open the log before adding the row, because nothing would end a response without a log.
             log = AnswerLog(path, self._writer, len(head), content=head)
             await self._write(partial(self._catalog.add_response, stored, self._clock()))
             running.log, running.has_counted = log, True
@@ -374,7 +373,7 @@ class StoredResponses:
             raise
 
     async def _known(self, log: AnswerLog) -> AsyncGenerator[bytes, None]:
-        """Yield the contents of all records in the file after the first two, which are the head."""
+        """Yield the contents of the file's records, except the first two, which hold the request and its info."""
         reader, num_head = RecordReader(), 2
         async for part in log.parts(0, waits=False):
             for content in reader.feed(part.data):
@@ -386,7 +385,7 @@ class StoredResponses:
     async def _read_turn(
         self, running: _Running, response_id: str, is_continued: bool
     ) -> AsyncGenerator[AnswerPart, None]:
-        """See `ReadAnswer`. After an answer is accepted, the response that it continues may be deleted or expire."""
+        """See `ReadAnswer`. Once an answer is accepted, the response that it continues may be deleted or expired."""
         stored = await self._found(running.new.owner, response_id, is_continued or running.log is not None)
         async for part in self._stored_parts(stored, 0):
             yield part
@@ -398,10 +397,10 @@ class StoredResponses:
         return stored
 
     async def _end(self, running: _Running, end: AnswerEnd) -> None:
-        """Store the end of a response in the catalog, then give the end to the readers."""
+        """Store a response's end in the catalog, then report it to the readers."""
         log = running.log
         assert log is not None, "it is accepted"
-        with suppress(Unavailable):  # the storage is broken; the file keeps its whole records
+        with suppress(Unavailable):  # the storage is broken; the records written so far stay readable
             await log.flush()
         write = partial(self._write_end, running.new.response_id, end, log.num_bytes, log)
         self._leave(running, await self._until_stored(write, running.new.response_id))
@@ -415,9 +414,9 @@ class StoredResponses:
         return await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
-        """Call `store` until the storage accepts the change, and return the result of `store`.
+        """Retry `store` until the storage accepts the change, and return its result.
 
-        Raises Superseded, and Unavailable if this process closes first.
+        Raises Superseded, or Unavailable if `close` is called first.
         """
         while True:
             try:
@@ -451,7 +450,7 @@ class StoredResponses:
         return refusal
 
     def _of(self, owner: str, response_id: str) -> _Running | None:
-        """Return a response that has not ended, or None. Raises Unavailable while the file is being opened."""
+        """Return a running response of this owner, or None. Raises Unavailable while its file is being opened."""
         running = self._running.get(response_id)
         if running is None or running.new.owner != owner:
             return None
@@ -481,7 +480,7 @@ async def _only(part: AnswerPart) -> AsyncGenerator[AnswerPart, None]:
     yield part
 
 
-# These functions run in a thread:
+# The following functions block and run in a thread.
 
 
 def _create(path: Path, head: bytes) -> None:
@@ -489,8 +488,8 @@ def _create(path: Path, head: bytes) -> None:
     sync_folder(path.parent)
 
 
-def _taken_up(path: Path) -> tuple[NewResponse, int]:
-    """Cut off a torn last record of a response's file. Returns the request and the size. Raises Failure."""
+def _repaired(path: Path) -> tuple[NewResponse, int]:
+    """Cut off a torn last record of a response's file. Returns the request and the new size. Raises Failure."""
     try:
         data = path.read_bytes()
         num_bytes = whole_bytes(data)

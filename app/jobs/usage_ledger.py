@@ -1,4 +1,4 @@
-"""The ledger of usage by key, model, class and day, in the catalog's database. Each report is added once."""
+"""The ledger of usage by key, model, class and day, in the catalog's database. Counts each report once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from app.usage.records import (
 _GROUPS, _COLUMNS = UsedFor._fields, (*UsedFor._fields, *SUMS)
 _ADDED = ", ".join(f"{name} = {name} + excluded.{name}" for name in SUMS)
 
-# A report's usage and the process's last report number are written in one transaction. A report that is sent again adds
-# nothing, whether its answer was lost or another process sends the report after its own process has died.
+# One transaction writes a report's usage and the process's last report number. A report that is sent again therefore
+# adds nothing, whether its answer was lost or another process sends it because its own process has died.
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS usage ({", ".join(_COLUMNS)}, PRIMARY KEY (day, key, model, request_class))
     WITHOUT ROWID;
@@ -32,17 +32,17 @@ CREATE TABLE IF NOT EXISTS usage_reports (process PRIMARY KEY, number, day) WITH
 
 
 class UsageLedger:
-    """The two tables of usage. The usage of this month is also in memory."""
+    """The two tables of usage. Caches this month's usage in memory, because every report asks for its totals."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Callable[[], AbstractContextManager[None]]) -> None:
-        """`transaction` begins a transaction of the catalog and raises OSError if this process may not write."""
+        """`transaction` opens a transaction of the catalog. It raises OSError if this process may not write."""
         self._connection = connection
         self._transaction = transaction
         self._month = ""
-        self._by_day: dict[str, dict[str, Used]] = {}  # by key and by day, for this month
+        self._by_day: dict[str, dict[str, Used]] = {}  # this month's usage, by key and day
 
     def add(self, report: UsageReport, today: str) -> UsageAnswer:
-        """Add a report in one transaction, unless it was added before. Returns the totals of the keys in `reserved`."""
+        """Add a report, unless it was added before. Returns the totals of the keys in `report.reserved`."""
         query = "SELECT number FROM usage_reports WHERE process = ?"
         row = self._connection.execute(query, (report.process,)).fetchone()
         number = 0 if row is None else int(row["number"])
@@ -63,7 +63,7 @@ class UsageLedger:
         return UsageAnswer(number=max(number, report.number), day=today, totals=totals)
 
     def usage(self, query: UsageQuery) -> UsageRows:
-        """Return the usage in groups, sorted by the values of `query.group_by`: at most `max_rows` rows plus one."""
+        """Return the usage grouped and sorted by `query.group_by`, with at most `max_rows` rows plus one."""
         assert set(query.group_by) <= set(_GROUPS), "checked before"
         groups, sums = ", ".join(query.group_by), ", ".join(f"sum({name})" for name in SUMS)
         rows = self._connection.execute(
@@ -74,7 +74,7 @@ class UsageLedger:
         return [(tuple(row[:num_groups]), Used(*row[num_groups:])) for row in rows]
 
     def forget(self, before_day: str) -> None:
-        """Delete the usage before a day, and the report numbers of processes that have not reported since that day."""
+        """Delete the usage before a day, and the report numbers of processes that have not reported since."""
         for table in ("usage", "usage_reports"):
             if self._connection.execute(f"SELECT 1 FROM {table} WHERE day < ? LIMIT 1", (before_day,)).fetchone():
                 with self._transaction():

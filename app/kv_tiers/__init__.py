@@ -1,1 +1,1 @@
-"""KV blocks outside an engine's memory: in a folder that the replicas of a machine share, and in other replicas."""
+"""Stores KV blocks outside an engine's memory: in a folder that a machine's replicas share, and in other replicas."""

@@ -1,8 +1,8 @@
-"""A folder of KV blocks, one file each, which the processes of a machine read and write without asking one another.
+"""A folder of KV blocks, one file each, which the processes of a machine read and write without coordination.
 
-A file gets its name only when the file is whole, so a process may be killed at any moment. Files are not synced to the
-disk: after a crash of the machine, the checksum shows torn files. Each file also has the tokens of its block, so two
-prefixes with the same name never get each other's blocks; they only lose time.
+A file receives its name only when it is complete, so a process may be killed at any moment. Files are not synced to the
+disk. After a crash of the machine, the checksum reveals torn files. Each file also stores its block's tokens, so two
+prefixes with the same name never receive each other's blocks; they only lose time.
 
     FOLDER/<namespace>/<tenant>/<name>    8 bytes of the namespace, 8 bytes of a hash of the tenant, the prefix's name
     FOLDER/.lock                          the size of all files; locked by the process that counts or deletes files
@@ -31,24 +31,24 @@ logger = logging.getLogger(__name__)
 MAGIC = b"carouKV2"
 TOTAL = struct.Struct("<q")  # the content of the lock file
 HEADER = struct.Struct("<8sII")  # magic, bytes of the tokens, checksum of tokens and content
-ROW_BYTES = 4096  # the size of a row when the checksum of the content is computed
+ROW_BYTES = 4096  # row size in the table that the checksum of the content sums up
 NAME = re.compile("[0-9a-f]{40}")
-KEPT_SHARE = 0.9  # the share of `max_bytes` that stays in use after files are deleted
+KEPT_SHARE = 0.9  # share of `max_bytes` that stays in use after files were deleted
 
 
 class BlockFolder:
     """The blocks of one namespace in a folder that processes share. One thread writes and refreshes; any may read."""
 
     def __init__(self, path: Path, *, namespace: bytes, max_bytes: int) -> None:
-        """Create the folder. `max_bytes` limits the files of all processes; each process may write one file more.
+        """Create the folder. `max_bytes` limits the files of all processes; each process may exceed it by one file.
 
-        Raises OSError if the folder is not writable, or if other users may write to it: blocks in it are trusted.
+        Raises OSError if the folder is not writable, or if other users may write to it, because its blocks are trusted.
         """
         self._path = path
         self._own = path / namespace[:8].hex()
         self._max_bytes = max_bytes
-        self._folders: dict[bytes, str] = {}  # by block name: the folder that has the block
-        self._changed: dict[str, int] = {}  # by folder: the modification time just before the folder was listed
+        self._folders: dict[bytes, str] = {}  # maps each block's name to the folder that stores the block
+        self._changed: dict[str, int] = {}  # maps each folder to its modification time just before it was listed
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._own.mkdir(mode=0o700, exist_ok=True)
         if not os.access(self._own, os.W_OK | os.X_OK):
@@ -58,7 +58,7 @@ class BlockFolder:
             raise PermissionError(errno.EPERM, "others may write into it", str(self._own))
 
     def has(self, name: bytes) -> bool:
-        """Return whether the folder had the block when it was last listed, or got it since. Any thread may call."""
+        """Return whether the folder held the block when last listed, or this process wrote it since. Thread-safe."""
         return name in self._folders
 
     def refresh(self) -> None:
@@ -80,7 +80,7 @@ class BlockFolder:
             self._folders |= dict.fromkeys(found, path)
 
     def write(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> None:
-        """Write the file of a block and, when the file is whole, give it its name. Raises OSError."""
+        """Write a block's file under a hidden name, and rename it once it is complete. Raises OSError."""
         folder = self._folder_of(tenant)
         hidden = folder / f".{os.getpid()}"
         header = header_of(token_ids, content)
@@ -88,7 +88,7 @@ class BlockFolder:
         try:
             descriptor = self._begun(hidden, num_bytes)
         except FileNotFoundError:
-            for each in (self._path, self._own, folder):  # mkdir with `parents=True` would give parents another mode
+            for each in (self._path, self._own, folder):  # one by one, because mkdir gives parents the default mode
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = self._begun(hidden, num_bytes)
         try:
@@ -111,9 +111,9 @@ class BlockFolder:
         return self._own / blake2b(tenant.encode(), digest_size=8).hexdigest()
 
     def read(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> bool:
-        """Fill the buffer with a block. Returns False if the block is missing or invalid; deletes an invalid block.
+        """Fill the buffer with a block. Returns False if the block is missing or invalid, and deletes an invalid block.
 
-        `tenant` names the tenant whose folder is searched if the folder of the block is not known.
+        If the block's folder is not known, the folder of `tenant` is searched.
         """
         path = os.path.join(self._folders.get(name) or self._folder_of(tenant), name.hex())
         header = bytearray(HEADER.size + array("q").itemsize * len(token_ids))
@@ -139,7 +139,7 @@ class BlockFolder:
     def note_use(self, name: bytes, minute: int, place: int) -> None:
         """Note that the last block of a prefix of `place` blocks was used in this minute.
 
-        Among blocks of one minute, later ones are deleted first: without its first blocks, a prefix cannot be found.
+        Among the blocks of one minute, later ones are deleted first, because they are useless without the earlier ones.
         """
         folder, used_at = self._folders.get(name), 1000 * (minute * 60_000_000 - place)  # ns
         if folder is not None:
@@ -149,13 +149,13 @@ class BlockFolder:
     def make_room(self, num_bytes: int) -> None:
         """Count a file before it is written. If the total is too large, delete old blocks of the largest tenant.
 
-        Deletes the least recently used blocks. All processes add to one total, so no process needs to know the files
-        of another one. The total may be too high, so all files are counted again before any is deleted. Raises OSError.
+        The least recently used blocks are deleted first. All processes add to one total, so that none has to list the
+        files for each write. The total may be too high, so all files are counted before any is deleted. Raises OSError.
         """
         has_deleted = False
         with locked(self._path / ".lock") as lock:
             found = os.pread(lock, TOTAL.size, 0)
-            total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # None: a new or older folder
+            total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # None for a new or older folder
             if total is None or total + num_bytes > self._max_bytes:
                 total, has_deleted = self._delete_oldest(num_bytes)
             os.pwrite(lock, TOTAL.pack(total + num_bytes), 0)
@@ -164,7 +164,7 @@ class BlockFolder:
             self.refresh()
 
     def _delete_oldest(self, num_bytes: int) -> tuple[int, bool]:
-        """Make room for `num_bytes`. Returns the size of the files that are left, and whether any file was deleted."""
+        """Make room for `num_bytes`. Returns the size of the remaining files, and whether any file was deleted."""
         files = self._files()
         sizes = {folder: sum(size for _, size, _ in found) for folder, found in files.items()}
         total = sum(sizes.values())
@@ -183,7 +183,7 @@ class BlockFolder:
         return total, True
 
     def _files(self) -> dict[str, list[tuple[float, int, str]]]:
-        """Return last use, bytes and path of the files of all models by folder, the least recently used last."""
+        """Return last use, bytes and path of all models' files by folder, the least recently used file last."""
         files: dict[str, list[tuple[float, int, str]]] = {}
         for namespace in _entries(self._path):
             for folder in _entries(namespace.path) if namespace.is_dir() else ():
@@ -193,7 +193,7 @@ class BlockFolder:
 
 
 def header_of(token_ids: Sequence[int], content: memoryview) -> bytes:
-    """Return the header of a block outside the KV memory: magic, sizes, checksum, and the tokens of the block."""
+    """Return the header of a block outside the KV memory: magic, sizes, checksum, and the block's tokens."""
     tokens = array("q", token_ids).tobytes()
     return HEADER.pack(MAGIC, len(tokens), crc32(tokens, _checksum(content))) + tokens
 
@@ -201,7 +201,7 @@ def header_of(token_ids: Sequence[int], content: memoryview) -> bytes:
 def _checksum(content: memoryview) -> int:
     """Return a checksum of the sums of rows and columns, in a tenth of the time of a checksum of all bytes.
 
-    The checksum always detects one lost or moved row or column, and one or two flipped bits.
+    It always detects one lost or moved row or column, and one or two flipped bits.
     """
     whole = len(content) // ROW_BYTES * ROW_BYTES
     table = np.frombuffer(content[:whole], dtype=np.uint64).reshape(-1, ROW_BYTES // 8)
@@ -227,7 +227,7 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 def _use_of(entry: os.DirEntry[str]) -> tuple[float, int, str] | None:
     """Return last use, bytes and path of a file, or None if the file is gone.
 
-    A file that is being written counts as just used. The unfinished file of a dead process soon becomes the oldest.
+    An unfinished file counts as used when it was last written, so that of a dead process is soon among the oldest.
     """
     try:
         stat = entry.stat()

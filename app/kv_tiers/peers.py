@@ -1,8 +1,8 @@
-"""Sends KV blocks from one replica to another, over a separate socket: a block has the size of a thousand frames.
+"""Sends KV blocks from one replica to another. A separate socket keeps these large blocks from delaying frames.
 
-A replica asks a peer for the prefix of some tokens and names the peer's secret. The peer sends the blocks that it
-holds, in the format of a file (`folder.py`), and closes the connection. For a model with recurrent layers, the peer
-sends its longest snapshot first and then the blocks before the snapshot.
+A replica sends a peer its secret and asks for the prefix of some tokens. The peer sends the blocks that it holds, in
+the format of a file (`folder.py`), and closes the connection. For a model with recurrent layers, the peer sends its
+longest snapshot first and then the blocks before the snapshot. A block is as large as a thousand frames.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from app.kv_tiers.folder import HEADER, header_of
 
 logger = logging.getLogger(__name__)
 
-# The limit for connecting, and for each send and receive. A waiting sequence computes its blocks after less time.
+# Limits connecting, and each send and receive. A waiting sequence gives up earlier and computes its blocks.
 TIMEOUT_S = 1.0
-ACCEPT_PAUSE_S = 0.5  # the pause after a connection could not be accepted
-MAX_SENT_AT_ONCE = 4  # prefixes that are sent at once; further connections are closed, and those replicas compute
-MAX_WANTED_BYTES = 16 << 20  # the largest question, with two million tokens
+ACCEPT_PAUSE_S = 0.5  # pause after a connection could not be accepted
+MAX_SENT_AT_ONCE = 4  # prefixes that are sent at once; replicas whose further connections are closed compute instead
+MAX_WANTED_BYTES = 16 << 20  # size of the largest question, for two million tokens
 
 _LENGTH = struct.Struct(">I")
 
@@ -53,17 +53,17 @@ class Buffers(NamedTuple):
 
 
 def label_of(held: Prefix | Snapshot) -> tuple[int, ...]:
-    """Return the numbers that label a block or a snapshot outside KV memory: the token ids or the snapshot's label."""
+    """Return the numbers that label a block (its token ids) or a snapshot (its label) outside KV memory."""
     return held.token_ids if isinstance(held, Prefix) else held.label
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for the blocks of these tokens, except the first `num_before`. Crosses processes: add new fields last."""
+    """Asks for the blocks of these tokens, except the first `num_before`. Fields are encoded by position."""
 
-    namespace: bytes  # the namespace of the KV memory that receives the blocks
+    namespace: bytes  # namespace of the KV memory that receives the blocks
     salt: str
-    token_ids: bytes  # 8 bytes for each token
-    num_before: int  # the number of first blocks that are not wanted
+    token_ids: bytes  # 8 bytes per token
+    num_before: int  # number of leading blocks that the replica already holds
 
 
 class PeerServer:
@@ -78,9 +78,9 @@ class PeerServer:
         find: Find,
         copies: Callable[[], AbstractContextManager[Copy]],
     ) -> None:
-        """copies: begins copying prefixes that `find` has found before, and their snapshots.
+        """`copies` opens a context for copying prefixes that `find` has returned, and their snapshots.
 
-        Raises OSError if this machine does not have the address of `host`.
+        Raises OSError if this machine does not have the address `host`.
         """
         self._namespace = namespace
         self._new_buffers = new_buffers
@@ -89,7 +89,7 @@ class PeerServer:
         self._secret = secrets.token_hex(16)
         self._free = BoundedSemaphore(MAX_SENT_AT_ONCE)
         self._closed = Event()
-        self.num_sent = 0  # blocks sent since the start
+        self.num_sent = 0  # blocks sent so far
         self.num_snapshots_sent = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family)
@@ -97,7 +97,7 @@ class PeerServer:
         Thread(target=self._listen, name="kv-peers", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections. Prefixes that are being sent are still completed."""
         self._closed.set()
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
@@ -108,7 +108,7 @@ class PeerServer:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError as error:  # the socket is closed, or this process has too many open files at the moment
+            except OSError as error:  # the socket was closed, or this process has too many open files at the moment
                 if not (has_failed or self._closed.is_set()):
                     logger.warning(
                         "the connection of a replica that asks for a prefix could not be accepted; trying again: %s",
@@ -135,7 +135,7 @@ class PeerServer:
                 wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
                 if wanted.namespace == self._namespace:
                     self._send(connection, wanted)
-        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two: not a question
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two: not a valid question
             logger.info("a prefix was not sent completely: %s", described(error))
         finally:
             self._free.release()
@@ -155,7 +155,7 @@ class PeerServer:
 
 
 def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
-    """Return the longest snapshot of these prefixes, then the blocks before it; an empty list without any snapshot."""
+    """Return the snapshot of the longest prefix that has one, then its blocks; an empty list without any snapshot."""
     for number in range(len(found), 0, -1):
         snapshot = found[number - 1].snapshot
         if snapshot is not None:
@@ -175,9 +175,9 @@ class BlocksOfPeer:
             self._connection.sendall(address.secret.encode() + _LENGTH.pack(len(question)) + question)
 
     def read(self, token_ids: Sequence[int], content: memoryview) -> bool:
-        """Fill the buffer with the next block. Returns False if no more blocks come or the block is invalid.
+        """Fill the buffer with the next block. Returns False if no more blocks arrive or the block is invalid.
 
-        Raises TimeoutError if no data comes while the connection stays open.
+        Raises TimeoutError if no data arrives while the connection stays open.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * len(token_ids))
@@ -187,9 +187,9 @@ class BlocksOfPeer:
         return header == header_of(token_ids, content)
 
     def read_snapshot(self, block_size: int, content: memoryview) -> int:
-        """Fill the buffer with the snapshot that comes before the blocks. Returns the number of tokens that it covers.
+        """Fill the buffer with the snapshot that precedes the blocks. Returns the number of tokens that it covers.
 
-        Returns 0 if no snapshot comes or the snapshot is invalid. Raises TimeoutError like `read`.
+        Returns 0 if no snapshot arrives or the snapshot is invalid. Raises TimeoutError as `read` does.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * (1 + block_size))
@@ -216,7 +216,7 @@ def _received(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive(connection: socket.socket, into: memoryview) -> None:
-    """Receive enough bytes to fill the buffer. Raises EOFError if the connection is closed before."""
+    """Receive bytes until the buffer is full. Raises EOFError if the connection closes first."""
     while into:
         num_bytes = connection.recv_into(into)
         if not num_bytes:

@@ -1,7 +1,7 @@
 """Moves blocks between an engine's KV memory, a folder and other replicas, in separate threads.
 
-For a model with recurrent layers, the store also moves snapshots (`StatePool`). A snapshot is one more file beside the
-blocks of its prefix, and one more record before the blocks that a replica sends.
+For a model with recurrent layers, the store also moves snapshots (`StatePool`). In the folder, a snapshot is one more
+file beside its prefix's blocks. Between replicas, it is one more record before the blocks.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from app.kv_tiers.peers import BlocksOfPeer, Buffers, Copy, PeerServer, Wanted, 
 logger = logging.getLogger(__name__)
 
 MEASURED_LIFE_S = 30.0  # how long the measured time of a fetch predicts the time of the next one
-SILENCE_S = 5.0  # how long a replica that did not answer is not asked again
-LIST_AGAIN_S = 5.0  # how often the folder is listed to find the blocks that other replicas have written
-MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest ones are dropped
-MIN_TOKENS = 512  # prefixes of chats and agents are longer, and a shorter prefix is soon computed again
+SILENCE_S = 5.0  # how long to wait before asking a replica again that did not answer
+LIST_AGAIN_S = 5.0  # how often the folder is listed to discover the blocks that other replicas have written
+MAX_OFFERED = 100_000  # largest number of prefixes that wait to be written; the oldest are dropped
+MIN_TOKENS = 512  # shorter prefixes are not stored: they are quickly computed again, and those of chats are longer
 
 ItemT = TypeVar("ItemT", Fetch, Prefix)
-Memory = Callable[[], BlockMemory | None]  # returns the KV memory, or None while the engine has given it up
+Memory = Callable[[], BlockMemory | None]  # returns the KV memory, or None while the engine has released it
 
 
 class TierStore(BlockStore):
     """A block store in a folder and in other replicas.
 
-    One thread reads files, and one reads from replicas. A third thread, which has a low priority, writes when a core is
-    idle. The store pauses writing while the folder is full, and stops writing if the folder is broken.
+    One thread reads files, and one reads from replicas. A third thread, with low priority, writes when a core is idle.
+    Writing pauses while the folder's disk is full, and stops for good if the folder is broken.
     """
 
     min_tokens = MIN_TOKENS
 
     def __init__(self, folder: BlockFolder | None, memory: Memory, *, namespace: bytes) -> None:
-        """memory: returns the KV memory. The first call must not return None."""
+        """`memory` returns the KV memory. Its first result must not be None."""
         self.namespace = namespace
         self._folder = folder
         self._memory = memory
@@ -61,22 +61,22 @@ class TierStore(BlockStore):
         assert first is not None, "the memory is not given up before the engine is built"
         self._block_bytes = first.block_bytes
         self._snapshot_bytes = 0 if first.states is None else first.states.block_bytes
-        self._blocks_of_snapshot = -(-self._snapshot_bytes // self._block_bytes)  # blocks of the size of a snapshot
+        self._blocks_of_snapshot = -(-self._snapshot_bytes // self._block_bytes)  # a snapshot's size in blocks
         self._wake = threading.Condition()
         self._fetches: deque[Fetch] = deque()  # guarded by `_wake`, like the next seven attributes
         self._far_fetches: deque[Fetch] = deque()  # fetches that may ask another replica
         self._offered: deque[Prefix] = deque(maxlen=MAX_OFFERED)
-        self._at_work: list[Fetch | Prefix] = []  # the items that the threads have taken from these queues
-        self._num_sending = 0  # copies of blocks for other replicas in progress
+        self._at_work: list[Fetch | Prefix] = []  # items from these queues that the threads are working on
+        self._num_sending = 0  # blocks that are being copied for other replicas
         self._is_closed = False
-        self._num_to_fetch: Counter[bool] = Counter()  # blocks, by whether they may come from other replicas
-        self._paces: dict[Address | None, _Pace] = {}  # the pace of the folder (None) and of each replica
+        self._num_to_fetch: Counter[bool] = Counter()  # blocks to fetch, by whether other replicas may send them
+        self._paces: dict[Address | None, _Pace] = {}  # pace of the folder (None) and of each replica
         self._listed = threading.Event()
         self._paused_until = 0.0
         self._has_failed = False  # whether the last write failed
         self._peers: PeerServer | None = None
-        self._silent_until: dict[Address, float] = {}  # until when a replica that did not answer is not asked again
-        self.num_read = self.num_written = self.num_received = 0  # blocks since the start
+        self._silent_until: dict[Address, float] = {}  # when each replica that did not answer may be asked again
+        self.num_read = self.num_written = self.num_received = 0  # blocks so far
         self.num_snapshots_read = self.num_snapshots_written = self.num_snapshots_received = 0
         self._threads = [
             threading.Thread(target=self._read_all, args=(queue, self._new_buffers()), name=name, daemon=True)
@@ -94,7 +94,7 @@ class TierStore(BlockStore):
             thread.start()
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """See `BlockStore`. All blocks of a continued request count: another replica may have just written them."""
+        """See `BlockStore`. Counts all blocks of a resumed request, which another replica may have just written."""
         folder, elsewhere = self._folder, request.prefix_at
         num_of_peer = 0
         if elsewhere is not None and time.monotonic() >= self._silent_until.get(elsewhere.address, -inf):
@@ -113,7 +113,7 @@ class TierStore(BlockStore):
         return len(found)
 
     def expected_s(self, num_blocks: int, request: Request) -> float:
-        """See `BlockStore`. Includes the time of earlier fetches in the same thread."""
+        """See `BlockStore`. Includes the time for the fetches that are queued for the same thread."""
         with self._wake:
             pace = self._paces.get(_address_of(request))
             if pace is None or not pace.is_recent:
@@ -163,7 +163,7 @@ class TierStore(BlockStore):
         )
 
     def wait_until_listed(self, timeout_s: float) -> None:
-        """Wait until the folder was listed for the first time, for at most `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds until the folder was listed for the first time."""
         self._listed.wait(timeout_s)
 
     def close(self) -> None:
@@ -173,10 +173,10 @@ class TierStore(BlockStore):
         if self._peers is not None:
             self._peers.close()
         for thread in self._threads:
-            thread.join(timeout=1.0)  # a thread in a folder that hangs ends with the process
+            thread.join(timeout=1.0)  # if the folder hangs, its daemon thread ends with the process
 
     def _is_idle(self) -> bool:
-        """Return whether no work is left. Unwanted fetches do not count: they may hang (see `BlockMemory`)."""
+        """Return whether no work is left. Unwanted fetches do not count, because they may hang (see `BlockMemory`)."""
         fetches = (*self._fetches, *self._far_fetches, *self._at_work)
         is_fetching = any(isinstance(each, Prefix) or each.is_wanted for each in fetches)
         return self._is_closed or not (self._offered or self._num_sending or is_fetching)
@@ -197,20 +197,20 @@ class TierStore(BlockStore):
         while self._wait_for(self._offered, LIST_AGAIN_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
-                    self._keep_all(folder, offered, buffers)
+                    self._write_prefix(folder, offered, buffers)
                 if time.monotonic() - listed_at > LIST_AGAIN_S:
                     listed_at = time.monotonic()
                     folder.refresh()
 
     def _wait_for(self, queue: deque[Any], at_most_s: float | None = None) -> bool:
-        """Wait until a queue has an item, for at most `at_most_s` seconds. Returns False if the store is closed."""
+        """Wait up to `at_most_s` seconds until a queue has an item. Returns False if the store is closed."""
         with self._wake:
             self._wake.wait_for(lambda: queue or self._is_closed, at_most_s)
             return not self._is_closed
 
     @contextmanager
     def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
-        """Yield the first item of a queue, or None. Errors are logged: without this thread, no fetch would end."""
+        """Yield a queue's first item, or None. Logs errors, because fetches would never end if one ended the thread."""
         with self._wake:
             item = queue.popleft() if queue else None
             taken = [] if item is None else [item]
@@ -226,7 +226,7 @@ class TierStore(BlockStore):
                 self._wake.notify_all()
 
     def _new_buffers(self) -> Buffers:
-        """Return new buffers, which are empty if the memory is given up."""
+        """Return new buffers, which are empty if the engine has released the memory."""
         memory = self._memory()
         if memory is None:
             return Buffers()
@@ -234,19 +234,19 @@ class TierStore(BlockStore):
 
     @contextmanager
     def _copies(self) -> Iterator[BlockCopies | None]:
-        """Start copying. Yields None if the memory is given up."""
+        """Open a context for copying blocks. Yields None if the engine has released the memory."""
         memory = self._memory()
         with nullcontext() if memory is None else memory.copies() as copies:
             yield copies
 
     def _fetch(self, fetch: Fetch, buffers: Buffers) -> None:
         peer: BlocksOfPeer | None = None
-        num_covered_by_snapshot = 0  # the blocks that the snapshot from the other replica covers
+        num_covered_by_snapshot = 0  # blocks that the other replica's snapshot covers
         content = buffers.block
         try:
             with self._copies() as copies:
                 if fetch.slot is not None and fetch.request.prefix_at is not None:
-                    # Ask the replica first: the files of a request that leaves its replica may lack the last snapshot.
+                    # Ask the replica first, because the last snapshot of a request that has left it may have no file.
                     peer, num_covered_by_snapshot = self._received_snapshot(
                         fetch, fetch.request.prefix_at.address, buffers
                     )
@@ -288,7 +288,7 @@ class TierStore(BlockStore):
                     self._note_use_of_snapshot(self._folder, fetch.names[num_usable - 1], minute, place)
 
     def _note_silence(self, fetch: Fetch, error: OSError) -> None:
-        """Note that a replica has ended or does not answer, so that it is not asked for a while."""
+        """Note that a replica has ended or does not answer, so that fetches do not wait for it again for a while."""
         if fetch.request.prefix_at is not None:
             now = time.monotonic()
             self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
@@ -296,10 +296,10 @@ class TierStore(BlockStore):
         logger.info("a prefix is computed, because the replica that has it does not send it: %s", error)
 
     def _received_snapshot(self, fetch: Fetch, address: Address, buffers: Buffers) -> tuple[BlocksOfPeer | None, int]:
-        """Fill the buffer with the snapshot of another replica.
+        """Fill the buffer with another replica's snapshot.
 
-        Returns the connection, which sends the blocks next, and the number of the fetch's blocks that the snapshot
-        covers. Returns None and 0 if the replica does not answer or has no snapshot.
+        Returns the connection, which delivers the blocks next, and the number of the fetch's blocks that the snapshot
+        covers. Returns None and 0 if the replica does not answer or holds no snapshot.
         """
         peer, num_tokens, block_size, began_at = None, 0, len(fetch.token_ids[0]), time.perf_counter()
         try:
@@ -318,9 +318,9 @@ class TierStore(BlockStore):
     def _fill_slot(
         self, fetch: Fetch, slot: int, copies: BlockCopies, content: memoryview, *, num_received: int
     ) -> None:
-        """Fill the slot of a fetch with the last snapshot after filled blocks.
+        """Fill a fetch's slot with the last snapshot that covers only filled blocks.
 
-        num_received: the number of blocks that the received snapshot in the buffer covers; 0 without a snapshot.
+        `num_received` counts the blocks that the received snapshot in the buffer covers; 0 without such a snapshot.
         """
         number, began_at = num_received, time.perf_counter()
         if not 0 < number <= fetch.num_filled:
@@ -335,7 +335,7 @@ class TierStore(BlockStore):
             fetch.num_covered_by_snapshot = number
 
     def _has_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
-        """Fill the buffer with the snapshot after `num_blocks` blocks. Returns False if the folder has none."""
+        """Fill the buffer with the snapshot after `num_blocks` blocks. Returns False if the folder stores none."""
         name = name_of_snapshot(fetch.names[num_blocks - 1])
         return self._is_in_folder(fetch, name, fetch.label_after(num_blocks), content)
 
@@ -343,7 +343,7 @@ class TierStore(BlockStore):
         return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
 
     def _peer_of(self, fetch: Fetch, address: Address) -> BlocksOfPeer:
-        """Ask a replica for the blocks of a fetch that are not filled yet. Raises OSError."""
+        """Ask a replica for a fetch's unfilled blocks. Raises OSError if the replica cannot be reached."""
         request = fetch.request
         block_size, num_before = len(fetch.token_ids[0]), len(fetch.before)
         num_tokens = (num_before + len(fetch.blocks)) * block_size
@@ -352,13 +352,13 @@ class TierStore(BlockStore):
         return BlocksOfPeer(address, wanted)
 
     def _measure(self, source: Address | None, seconds: float) -> None:
-        """Note the time of one block from the folder (None) or another replica. Each source has its own pace."""
+        """Record the time for one block from the folder (None) or another replica. Each source has its own pace."""
         with self._wake:
             self._paces = {key: each for key, each in self._paces.items() if key is None or each.is_recent}
             self._paces.setdefault(source, _Pace()).note(seconds)
 
-    def _keep_all(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
-        """Write the blocks of a prefix that the folder lacks, the first block first, and then the prefix's snapshot."""
+    def _write_prefix(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
+        """Write a prefix's missing blocks in order, and then its snapshot."""
         snapshot = prefix.snapshot
         if self._snapshot_bytes and snapshot is None:  # the snapshot is gone, and the blocks are useless without it
             return
@@ -371,10 +371,10 @@ class TierStore(BlockStore):
             at = at.parent
         if missing:
             with self._copies() as copies:
-                # Copy the snapshot before writing the blocks, which takes long: its slot may be reused meanwhile.
+                # Copy the snapshot first, because its slot may be reused during the slow writes of the blocks.
                 if isinstance(missing[0], Snapshot) and not _copied(missing[0], copies, buffers.snapshot):
                     return
-                # Stop at a block that is gone, because blocks after it would not be found.
+                # Stop at a block that is gone, because later blocks are useless without it.
                 while missing and time.monotonic() >= self._paused_until:
                     held = missing[-1]
                     if isinstance(held, Prefix) and not _copied(held, copies, buffers.block):
@@ -390,14 +390,11 @@ class TierStore(BlockStore):
 
     @staticmethod
     def _note_use_of_snapshot(folder: BlockFolder, name: bytes, minute: int, num_blocks: int) -> None:
-        """Note that a prefix's snapshot was used. The snapshot is useless without the prefix, so it is deleted first.
-
-        name, num_blocks: the name and the length of the prefix.
-        """
+        """Note that the snapshot after a prefix of this name and length was used. It is deleted before the blocks."""
         folder.note_use(name_of_snapshot(name), minute, num_blocks + 1)
 
     def _note_use(self, folder: BlockFolder, prefix: Prefix) -> None:
-        """Note that a prefix and its ancestors were used. Stops at the first ancestor noted in this minute."""
+        """Note that a prefix and its ancestors were used. Stops at the first ancestor already noted in this minute."""
         minute = this_minute()
         at: Prefix | str = prefix
         while isinstance(at, Prefix) and at.last_used_minute != minute:
@@ -413,7 +410,7 @@ class TierStore(BlockStore):
         try:
             folder.write(name, prefix.tenant, label_of(held), content)
         except OSError as error:
-            # FileNotFoundError: another process has deleted the file to make room, so the folder is not broken.
+            # After a FileNotFoundError, the folder is not broken: another process deleted the file to make room.
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
             self._paused_until = time.monotonic() + STORAGE_PAUSE_S if passes else inf
             if not self._has_failed or not passes:
@@ -448,7 +445,7 @@ class TierStore(BlockStore):
 
 
 class _Pace:
-    """The time that a block takes from one source, as a moving average of recent fetches."""
+    """The time per block from one source, as a moving average of recent fetches."""
 
     def __init__(self) -> None:
         self.block_s = 0.0
@@ -456,7 +453,7 @@ class _Pace:
 
     @property
     def is_recent(self) -> bool:
-        """Whether a fetch was measured lately. An old measurement is ignored, so that a slow source is tried again."""
+        """Whether a fetch was measured lately. Old measurements are ignored, so that a slow source is tried again."""
         return time.monotonic() - self._measured_at <= MEASURED_LIFE_S
 
     def note(self, seconds: float) -> None:
@@ -465,12 +462,12 @@ class _Pace:
 
 
 def _address_of(request: Request) -> Address | None:
-    """Return the replica that may have the request's prefix, or None if only the folder may have it."""
+    """Return the replica that may hold the request's prefix, or None if only the folder may hold it."""
     return None if request.prefix_at is None else request.prefix_at.address
 
 
 def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memoryview) -> bool:
-    """Copy the last block of a prefix, or a snapshot. Returns False if its block or slot was reused before the end."""
+    """Copy a prefix's last block, or a snapshot. Returns False if the block or slot was reused during the copy."""
     of_kind, place = (
         (copies, held.block.block_id) if isinstance(held, Prefix) else (copies and copies.states, held.slot)
     )
@@ -478,15 +475,15 @@ def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memory
 
 
 def this_minute() -> int:
-    """Return the minutes since 1970."""
+    """Return the wall time in whole minutes since 1970."""
     return int(time.time()) // 60
 
 
 def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapshot_bytes: int = 0) -> BlockFolder | None:
-    """Open the folder of the settings. Logs a warning and returns None if the folder cannot be written.
+    """Open the configured folder. Logs a warning and returns None if the folder cannot be written.
 
     Raises:
-        InvalidSetup: the path is a file, or `max_gib` is less than a block or more than the file system.
+        InvalidSetup: the path is a file, or `max_gib` is too small for a block or larger than the file system.
     """
     path, max_bytes = Path(tier.path).expanduser(), int(tier.max_gib * GIB)
     if path.exists() and not path.is_dir():
@@ -494,7 +491,7 @@ def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapsho
     needed, what = (block_bytes, "block") if block_bytes >= snapshot_bytes else (snapshot_bytes, "state of the model")
     if needed > max_bytes:
         raise InvalidSetup(
-            f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no {what}, which has {needed / GIB:.3g} GiB: raise it"
+            f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no {what}, which needs {needed / GIB:.3g} GiB; raise it"
         )
     try:
         folder = BlockFolder(path, namespace=namespace, max_bytes=max_bytes)
@@ -504,8 +501,8 @@ def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapsho
         return None
     if max_bytes > disk_bytes:
         raise InvalidSetup(
-            f"cache.tiers[0].max_gib: got {tier.max_gib:g}; the file system of {path} has {disk_bytes / GIB:.1f} GiB "
-            f"in all: lower it"
+            f"cache.tiers[0].max_gib: got {tier.max_gib:g}, but the file system of {path} has only "
+            f"{disk_bytes / GIB:.1f} GiB; lower it"
         )
     states = f", snapshots of states of {snapshot_bytes / 1024:.0f} KiB" if snapshot_bytes else ""
     logger.info("prefixes that leave the KV memory are stored in %s, at most %g GiB, blocks of %.0f KiB%s",

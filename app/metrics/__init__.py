@@ -1,4 +1,4 @@
-"""The service's own measurements, as Prometheus text. No Ray, no torch."""
+"""Measures the service and writes the measurements as Prometheus text. Uses neither Ray nor torch."""
 
 from app.metrics.event_loop import LoopMonitor, LoopSnapshot, task_name
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition, pieces, replica_metrics

@@ -1,7 +1,7 @@
-"""Measures how late an event loop wakes, and finds the work that blocked it. Long work delays all streams of a process.
+"""Measures how late an event loop wakes, and finds the work that blocked it. Such work delays all of its streams.
 
-A timer wakes the loop at fixed times and measures the delay. A thread looks at the loop while the timer is late, so
-that the warning can name the task and the function that were running. Nothing in this module is called per token.
+A timer wakes the loop periodically and measures the delay. A thread inspects the loop while the timer is late, so that
+the warning can name the task and the function that were running. Nothing in this module runs per token.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from app.engine.histogram import SECONDS, Distribution, Histogram
 
 logger = logging.getLogger(__name__)
 
-# The timer samples: it always sees delays of 0.15 s, and shorter delays by chance. A timer of 0.02 s with a thread
-# cost 10% of the CPU time per token of 64 streams, because each wake starts an idle process or interrupts another one.
+# The timer takes samples: it always detects delays of 0.15 s, and shorter delays by chance. With 0.02 s, timer and
+# thread cost 10% of the CPU time per token of 64 streams, because each wake starts or interrupts a process.
 HEARTBEAT_S = 0.1
-STALL_S = 0.05  # at this delay, streams of 20 tokens a second pause visibly
+STALL_S = 0.05  # at this delay, streams of 20 tokens per second pause visibly
 _LOOK_S = HEARTBEAT_S
 _SECONDS_BETWEEN_WARNINGS = 10.0
 _OUR_PACKAGES = ("app.", "deployments.")
@@ -37,11 +37,11 @@ class LoopSnapshot:
     num_stalls: int  # number of delays over STALL_S
     stalled_s: float  # sum of the delays over STALL_S
     num_tasks: int  # unfinished tasks
-    queued: Mapping[str, int]  # calls that wait for a thread, by the name of the threads
+    queued: Mapping[str, int]  # calls that wait for a thread, by the threads' name
 
 
 class LoopMonitor:
-    """Measures the delays of one event loop, and logs a warning for stalls."""
+    """Measures one event loop's delays, and logs warnings about stalls."""
 
     def __init__(self) -> None:
         self._delay_s = Histogram(SECONDS)
@@ -52,14 +52,14 @@ class LoopMonitor:
         self._cpu_s = 0.0  # CPU time of the loop's thread when the timer was last set
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = threading.Event()
-        # The time at which a late timer was due, and the work that the thread saw during the delay.
+        # When a late timer was due, and the work that the thread saw during the delay.
         self._seen: tuple[float, str] = (0.0, "")
         self._queues: dict[str, Callable[[], int]] = {}
 
     def start(self, *, names_causes: bool = True) -> None:
-        """Monitor the running loop, and give the loop a default executor with a measured queue.
+        """Monitor the running loop, and set a default executor whose queue is measured.
 
-        `names_causes`: start the thread that finds causes. It takes the GIL from the loop ten times a second.
+        `names_causes` starts the thread that finds causes. It takes the GIL from the loop ten times per second.
         """
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -71,7 +71,7 @@ class LoopMonitor:
             threading.Thread(target=self._look, name="loop-monitor", daemon=True).start()
 
     def stop(self) -> None:
-        """End the measurement. Must be called on the loop."""
+        """Stop measuring. Must be called on the loop."""
         self._stopped.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -81,7 +81,7 @@ class LoopMonitor:
         self._queues[name] = num_waiting
 
     def snapshot(self) -> LoopSnapshot:
-        """Return the measurements so far."""
+        """Return the measurements so far, and the current tasks and queues."""
         return LoopSnapshot(
             delay_s=self._delay_s.snapshot(),
             num_stalls=self._num_stalls,
@@ -92,7 +92,7 @@ class LoopMonitor:
 
     def _plan(self) -> None:
         self._cpu_s = time.thread_time()
-        # The loop's own time stands still while the loop runs callbacks that are due.
+        # `loop.time` may stand still while the loop runs callbacks that are due.
         self._due_at = time.monotonic() + HEARTBEAT_S
         self._timer = self._loop.call_later(HEARTBEAT_S, self._beat)
 
@@ -118,7 +118,7 @@ class LoopMonitor:
         )  # fmt: skip
 
     def _look(self) -> None:
-        """Note the running work of the loop whenever its timer is late. Runs in the thread."""
+        """Note the loop's running work whenever its timer is late. Runs in the thread."""
         while not self._stopped.wait(_LOOK_S):
             due_at = self._due_at
             if self._seen[0] != due_at and time.monotonic() - due_at > STALL_S / 2:
@@ -127,19 +127,19 @@ class LoopMonitor:
 
 
 def task_name() -> str:
-    """Return the running task's name. A task that works for it should have this name, for the monitor's warnings."""
+    """Return the running task's name. Give its helper tasks this name too, so that the monitor's warnings show it."""
     task = asyncio.current_task()
     return "" if task is None else task.get_name()
 
 
 def _running_task(loop: asyncio.AbstractEventLoop) -> str:
     task = asyncio.current_task(loop)
-    # `ascii` escapes line ends, which a client's path may have.
+    # `ascii` escapes line ends, which a client's path may contain.
     return "no task" if task is None else ascii(task.get_name())
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return the innermost function of this project on a stack: name and line, no values, which may be prompts."""
+    """Return name and line of this project's innermost function on a stack, without values, which may be prompts."""
     innermost = frame
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OUR_PACKAGES):
         frame = frame.f_back

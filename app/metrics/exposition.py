@@ -1,8 +1,8 @@
 """Writes the measurements of ingresses and replicas as Prometheus text.
 
-There are two sets of names: vLLM's names (`vllm_names.py`) with one value for each model, and `carousel_*` names, which
-have one value for each replica if replicas measure them. A replica writes the samples with its own name itself
-(`replica_metrics`). An ingress declares the families of these samples and adds the lines of all replicas (`pieces`).
+Metrics use two sets of names: vLLM's names (`vllm_names.py`) report one value for each model, and `carousel_*` names
+report one value for each replica if replicas measure them. Each replica writes its own samples (`replica_metrics`). An
+ingress declares the families of these samples and inserts the lines of all replicas (`pieces`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge, with
 from app.metrics.vllm_names import ModelReport, vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-_PIECE_BYTES = 256 * 1024  # smallest size of a piece; a histogram of a thousand replicas has 3 MB
+_PIECE_BYTES = 256 * 1024  # smallest size of a piece; a histogram of a thousand replicas fills 3 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +35,19 @@ class Scrape:
 
     requests: Sequence[Snapshot]  # one for each ingress that answered
     replicas: Mapping[str, Sequence[ReplicaMetrics]]  # the replicas that answered, by the model's name
-    # By model, items whose sum counts all replicas, including replicas that have stopped or did not answer.
+    # By model, counts that add up to all replicas, including replicas that have stopped or did not answer.
     ever: Mapping[str, Sequence[EngineCounts]] = field(default_factory=dict)
     gone_requests: Sequence[Snapshot] = ()  # snapshots of ingresses that have stopped or did not answer
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
     # `LocalBatchService.counts` of the one process that runs batches; empty if that process did not answer.
     batches: Mapping[str, int] = field(default_factory=dict)
-    # For models with autoscaling: the number of replicas that there should be, the cause, and the reason in words.
+    # For each model with autoscaling, the wanted number of replicas, the cause, and the reason in words.
     wanted: Mapping[str, tuple[int, str, str]] = field(default_factory=dict)
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
 def exposition(scrape: Scrape) -> bytes:
-    """Return the text of `/metrics`."""
+    """Return the text of `/metrics` as one piece."""
     return b"".join(pieces(scrape))
 
 
@@ -69,7 +69,7 @@ def pieces(scrape: Scrape) -> Iterator[bytes]:
 
 
 def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, float]) -> ReplicaMetrics:
-    """Return the metrics that a replica sends for a scrape. `use`: values for an autoscaling policy."""
+    """Return the metrics that a replica sends for a scrape. `use` holds values for an autoscaling policy."""
     labels, measurements = (model_name, report.replica_id, report.group), report.measurements
     tables: list[tuple[Sequence[Family[Any]], Labels, Labels, object]] = [
         (_REPLICAS, _REPLICA, labels, report),
@@ -95,7 +95,7 @@ def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, flo
 
 
 def _families(scrape: Scrape) -> Iterator[Metric]:
-    """Yield all families. The samples that replicas write are not included."""
+    """Yield all families, without the samples that replicas write."""
     models = [
         ModelReport(
             name,
@@ -137,15 +137,15 @@ def _text(family: Metric) -> bytes:
 
 
 def _without_head(text: bytes) -> bytes:
-    """Return the samples of one family, without the lines for its help and its type."""
+    """Return the samples of one family, without the two lines for its help and type."""
     return text.split(b"\n", 2)[2]
 
 
 _REPLICA = ("model_name", "replica", "group")
 _LOOP = ("process", "id")
 
-# Measurements of the ingresses by model. Calls that were refused before their model was known have an empty model name.
-# These metrics have no vLLM name. Other metrics of ingresses exist only under their vLLM names.
+# The ingresses' measurements without a vLLM name, by model; the others are exported only under their vLLM names. Calls
+# that were refused before their model was known have an empty model name.
 _CALLS: Sequence[Family[ModelSnapshot]] = (
     Family("gauge", "carousel_requests_in_flight", "Requests that the ingresses are answering.",
         lambda model: model.num_in_flight),
@@ -161,14 +161,14 @@ _CALLS: Sequence[Family[ModelSnapshot]] = (
         lambda model: model.resumed, ("reason",)),
 )  # fmt: skip
 _LATENCIES: Sequence[Family[Latencies]] = (
-    Family("histogram", "carousel_first_token_seconds", "From a call's arrival to a request's first token.",
+    Family("histogram", "carousel_first_token_seconds", "Time from a call's arrival to a request's first token.",
         lambda times: times.first_token_s),
     Family("histogram", "carousel_inter_token_seconds", "Time between two tokens of a request.",
         lambda times: times.inter_token_s),
-    Family("histogram", "carousel_request_seconds", "From a call's arrival to a request's end.",
+    Family("histogram", "carousel_request_seconds", "Time from a call's arrival to a request's end.",
         lambda times: times.request_s),
-    Family("histogram", "carousel_request_queue_seconds", "From a request's arrival at its replica to its first step.",
-        lambda times: times.queue_s),
+    Family("histogram", "carousel_request_queue_seconds",
+        "Time from a request's arrival at its replica to its first step.", lambda times: times.queue_s),
 )  # fmt: skip
 _REQUESTS: Sequence[Family[ModelSnapshot]] = (
     Family("histogram", "carousel_prompt_tokens", "Prompt tokens of a request.", lambda model: model.prompt_tokens),
@@ -184,18 +184,18 @@ _SERVICE: Sequence[Family[Scrape]] = (
         lambda scrape: sum(process == "ingress" for process, _ in scrape.loops)),
 )  # fmt: skip
 _WANTED: Sequence[Family[int]] = (
-    Family("gauge", "carousel_replicas_wanted", "Replicas that there should be, by cause.", lambda n: n),
+    Family("gauge", "carousel_replicas_wanted", "Replicas that the model should run, by cause.", lambda n: n),
 )
 # The counts and measurements of each engine.
 _REPLICAS: Sequence[Family[EngineReport]] = (
-    Family("gauge", "carousel_slots", "Requests that one step can have.", lambda each: each.measurements.max_running),
+    Family("gauge", "carousel_slots", "Requests that fit into one step.", lambda each: each.measurements.max_running),
     Family("gauge", "carousel_slots_used", "Requests that take part in steps.", lambda each: each.stats.num_running),
     Family("gauge", "carousel_queue_requests", "Waiting requests.", lambda each: each.stats.num_waiting),
     Family("gauge", "carousel_queue_tokens", "Prompt tokens of waiting requests.",
         lambda each: each.stats.num_waiting_tokens),
     Family("gauge", "carousel_queue_wait_seconds", "Estimated wait of a request that arrives now.",
         lambda each: each.stats.estimated_wait_s),
-    Family("gauge", "carousel_outstanding_tokens", "Tokens to compute for all requests, with predicted outputs.",
+    Family("gauge", "carousel_outstanding_tokens", "Tokens still to compute for all requests, by predicted lengths.",
         lambda each: each.measurements.num_outstanding_tokens),
     Family("gauge", "carousel_batch_size", "Requests that the batching strategy aims at; 0 without batches.",
         lambda each: each.stats.batch_size),
@@ -204,7 +204,7 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
         lambda each: each.stats.num_free_blocks),
     Family("gauge", "carousel_state_slots", "Slots for the states of recurrent layers.",
         lambda each: each.stats.num_state_slots),
-    Family("gauge", "carousel_state_slots_free", "Slots that a new sequence can have, including those of snapshots.",
+    Family("gauge", "carousel_state_slots_free", "Slots that a new sequence can use, including those of snapshots.",
         lambda each: each.stats.num_free_state_slots),
     Family("gauge", "carousel_length_error_tokens", "Recent mean error of predicted output lengths.",
         lambda each: each.stats.mean_length_error_tokens),
@@ -220,7 +220,7 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
         lambda each: each.stats.total_unresumable_tokens),
     Family("counter", "carousel_engine_generated_tokens", "Tokens generated.",
         lambda each: each.stats.total_generated_tokens),
-    Family("counter", "carousel_engine_preemptions", "Times that a request's memory was taken back.",
+    Family("counter", "carousel_engine_preemptions", "Preemptions, each of which takes back a request's memory.",
         lambda each: each.stats.total_preemptions),
     Family("counter", "carousel_engine_memory_preemptions", "Preemptions because running requests lacked memory.",
         lambda each: each.stats.total_memory_preemptions),
@@ -250,9 +250,9 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
         lambda each: each.measurements.step_tokens),
     Family("histogram", "carousel_step_requests", "Requests in one step.",
         lambda each: each.measurements.step_requests),
-    Family("histogram", "carousel_queue_seconds", "From a request's arrival to its first step.",
+    Family("histogram", "carousel_queue_seconds", "Time from a request's arrival to its first step.",
         lambda each: each.measurements.queue_s),
-    Family("histogram", "carousel_prefill_seconds", "From a request's first step to its first token.",
+    Family("histogram", "carousel_prefill_seconds", "Time from a request's first step to its first token.",
         lambda each: each.measurements.prefill_s),
 )  # fmt: skip
 _ADAPTERS: Sequence[Family[Any]] = (
@@ -277,7 +277,7 @@ _TUNING: Sequence[Family[Tuning]] = (
     Family("gauge", "carousel_limits_info", "The reason for the current limits.",
         lambda tuning: {str(tuning.reason): 1}, ("reason",)),
     Family("gauge", "carousel_target_p99_seconds",
-        "99th percentiles of the latencies that have targets, in the last half minute.",
+        "99th percentiles, over the last half minute, of the latencies that have targets.",
         lambda tuning: {"ttft_p99": tuning.ttft_p99_s, "itl_p99": tuning.itl_p99_s}, ("target",)),
     Family("gauge", "carousel_targets_missed", "1 while a target is missed and other limits would not help.",
         lambda tuning: tuning.is_missed),
@@ -287,12 +287,12 @@ _TUNING: Sequence[Family[Tuning]] = (
 _SLEEP: Sequence[Family[SleepStats]] = (
     Family("gauge", "carousel_sleep_state", "1 for the current state of a replica with sleep_after_s.",
         lambda sleep: {str(state): sleep.state == state for state in SleepState}, ("state",)),
-    Family("counter", "carousel_wakes", "Times that a replica woke and took its memory again.",
+    Family("counter", "carousel_wakes", "Times that a replica woke and allocated its memory again.",
         lambda sleep: sleep.num_wakes),
     Family("counter", "carousel_waking_seconds", "Seconds that replicas took to wake.", lambda sleep: sleep.waking_s),
     Family("counter", "carousel_device_queue_seconds", "Seconds that requests waited for the memory of other models.",
         lambda sleep: sleep.queued_s),
-    Family("counter", "carousel_turns_ended", "Times that a replica with requests slept because others waited.",
+    Family("counter", "carousel_turns_ended", "Times that a replica with requests slept because other models waited.",
         lambda sleep: sleep.num_turns_ended),
 )  # fmt: skip
 # The event loop of each process that serves requests.
@@ -306,7 +306,7 @@ _LOOPS: Sequence[Family[LoopSnapshot]] = (
     Family("gauge", "carousel_thread_queue", "Calls that wait for a thread of an event loop's process.",
         lambda loop: loop.queued, ("threads",)),
 )  # fmt: skip
-# Counts of the process of batches since it opened its folder. The last two are current values.
+# The counts of the process that runs batches since it opened its folder. The last two are current values.
 _BATCHES: Sequence[Family[Mapping[str, int]]] = (
     Family("counter", "carousel_batch_lines_completed", "Lines of batches that were answered.",
         itemgetter("num_lines_completed")),

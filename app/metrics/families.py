@@ -1,4 +1,4 @@
-"""Families of Prometheus metrics. A table defines each family once: its kind, name, help, value and labels."""
+"""Families of Prometheus metrics. Tables define each family once, with its kind, name, help, value and labels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[SourceT]):
-    """One family. `value` returns the value of a source: a number, or a Distribution for a histogram.
+    """One family of metrics. `value` returns a source's value: a number, or a Distribution for a histogram.
 
-    If the family has its own `labels` in addition to the labels of the sources, `value` returns a mapping. The keys are
-    label values (a string for one label, a tuple for several labels), and the values are numbers.
+    If the family declares its own `labels` in addition to the sources' labels, `value` returns a mapping from label
+    values (a string for one label, a tuple for several) to numbers.
     """
 
     kind: Literal["gauge", "counter", "histogram"]
@@ -31,7 +31,7 @@ class Family(Generic[SourceT]):
     labels: Labels = ()
 
     def metric(self, labels: Labels, sources: Iterable[tuple[Labels, SourceT]]) -> Metric:
-        """Return the prometheus_client metric. Each source has its values of `labels`."""
+        """Return the prometheus_client metric. `sources` pairs each source with its values for `labels`."""
         family: Any = _KINDS[self.kind](self.name, self.text, labels=(*labels, *self.labels))
         for values, source in sources:
             for own, value in self._values(source):
@@ -54,7 +54,7 @@ class Family(Generic[SourceT]):
 def metrics_of(
     table: Iterable[Family[SourceT]], labels: Labels, sources: Sequence[tuple[Labels, SourceT]]
 ) -> Iterator[Metric]:
-    """Return the metrics of all families of a table."""
+    """Return one metric for each family of a table. See `Family.metric`."""
     return (family.metric(labels, sources) for family in table)
 
 

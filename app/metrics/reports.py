@@ -1,6 +1,6 @@
-"""The reports of other processes for /metrics. The counts of a stopped process are kept, so that no sum falls.
+"""Reports from other processes for /metrics. A stopped process still counts, so that no sum falls.
 
-A replica writes the samples of its own series and sends them as text. An ingress that wrote the samples of a thousand
+Each replica writes its own samples and sends them as text, because an ingress that wrote the samples of a thousand
 replicas would need more than a second of CPU for each scrape.
 """
 
@@ -21,10 +21,10 @@ from app.metrics.event_loop import LoopSnapshot
 CountsT = TypeVar("CountsT")
 Clock = Callable[[], float]
 
-MAX_REPORT_BYTES = 256 * 1024  # a usual report has 20 KiB
-GONE_S = 600.0  # time after which the counts of a stopped process are stored only in a sum
-MAX_GONE = 1000  # limit of stopped processes whose counts are stored separately, however recently they stopped
-MAX_FOLDED_IDS = 1000  # number of ids to remember of the last processes in the sum
+MAX_REPORT_BYTES = 256 * 1024  # a usual report needs 20 KiB
+GONE_S = 600.0  # time after which a stopped process's counts are stored only in a sum
+MAX_GONE = 1000  # largest number of stopped processes with separate counts, even if all stopped recently
+MAX_FOLDED_IDS = 1000  # how many of the processes that were added last to the sum are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class EngineReport:
     stats: EngineStats
     measurements: EngineMeasurements
     group: str = ""  # the replica's group of an A/B trial
-    loop: LoopSnapshot | None = None  # the replica's event loop, which runs beside the engine's thread
+    loop: LoopSnapshot | None = None  # of the replica's event loop, which runs beside the engine's thread
 
 
 class EngineCounts(msgspec.Struct, frozen=True, array_like=True):
-    """The counts of one engine since its start that an ingress adds up, or the sum of several engines."""
+    """The counts that an ingress adds up, since the start of one engine, or the sum over several engines."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -51,7 +51,7 @@ class EngineCounts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_counted(self) -> int:
-        """A sum that only grows, so the later of two reports of one engine has more, unless the reports are equal."""
+        """A sum that only grows, which shows which of one engine's reports is later."""
         numbers = self.num_steps + self.num_preemptions + self.num_prompt_tokens + self.num_cached_tokens
         return numbers + sum(each.num_values for each in (self.step_tokens, self.queue_s, self.prefill_s))
 
@@ -70,7 +70,7 @@ class EngineGauges(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplicaMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """The metrics that one replica sends for a scrape. Compatible between versions in the same way as a `Frame`."""
+    """The metrics that one replica sends for a scrape. Its fields are encoded by position, as in a `Frame`."""
 
     lines: dict[str, bytes]  # the replica's samples as Prometheus text, by the name of the family
     counts: EngineCounts
@@ -87,12 +87,12 @@ _decode = msgspec.msgpack.Decoder(ReplicaMetrics).decode
 
 
 def encoded(metrics: ReplicaMetrics) -> bytes:
-    """Return the bytes of a replica's metrics."""
+    """Return a replica's metrics as bytes for `decoded`."""
     return _encode(metrics)
 
 
 def decoded(data: bytes) -> ReplicaMetrics:
-    """Return a replica's metrics. Raises InvalidReport for metrics that would spoil the text or the sums."""
+    """Return a replica's metrics. Raises InvalidReport for metrics that would corrupt the text or the sums."""
     if len(data) > MAX_REPORT_BYTES:
         raise InvalidReport(f"it has {len(data):,} bytes; at most {MAX_REPORT_BYTES:,} are read")
     try:
@@ -116,12 +116,12 @@ _BOUNDS = {"step_tokens": TOKENS, "queue_s": SECONDS, "prefill_s": SECONDS}
 
 
 def _num_lines(lines: bytes, start: bytes) -> int:
-    """Return the number of lines that begin with `start`. The first line must begin with it."""
+    """Return the number of lines that begin with `start`. The first line must be one of them."""
     return 1 + lines.count(b"\n" + start)
 
 
 def _with_known_bounds(spread: Distribution, bounds: tuple[float, ...]) -> Distribution:
-    """Return the distribution with the shared tuple of bounds. Raises InvalidReport if its bounds are different."""
+    """Return the distribution with the shared tuple of bounds. Raises InvalidReport for other bounds or bad values."""
     if spread.bounds != bounds or len(spread.counts) != len(bounds) + 1:
         raise InvalidReport(f"a histogram has {len(spread.bounds)} bounds that differ from the bounds in this version")
     if min(spread.counts) < 0 or not 0 <= spread.total < inf:
@@ -130,7 +130,7 @@ def _with_known_bounds(spread: Distribution, bounds: tuple[float, ...]) -> Distr
 
 
 def counts_of(report: EngineReport) -> EngineCounts:
-    """Return the counts of a report, which are added up over all time."""
+    """Return a report's counts, which are added up over all time."""
     stats, measurements = report.stats, report.measurements
     return EngineCounts(
         stats.total_steps, stats.total_preemptions, stats.total_prompt_tokens, stats.total_cached_tokens,
@@ -139,7 +139,7 @@ def counts_of(report: EngineReport) -> EngineCounts:
 
 
 def gauges_of(report: EngineReport) -> EngineGauges:
-    """Return the current values of a report."""
+    """Return a report's current values."""
     stats, adapters = report.stats, report.measurements.adapters
     gauges = EngineGauges(
         stats.num_running, stats.num_waiting, stats.num_blocks, stats.num_free_blocks, report.measurements.block_size
@@ -152,7 +152,7 @@ def gauges_of(report: EngineReport) -> EngineGauges:
 
 
 def sum_counts(several: Iterable[EngineCounts]) -> EngineCounts:
-    """Return the sum of the counts of several engines."""
+    """Return the sum of several engines' counts; all zeros without any engine."""
     each = list(several)
     return EngineCounts(
         sum(one.num_steps for one in each),
@@ -169,11 +169,11 @@ class Folded(Generic[CountsT]):
 
     number: int = 0  # number of processes in the sum
     ids: tuple[str, ...] = ()  # ids of the processes that were added last
-    counts: CountsT | None = None  # None: no process was added
+    counts: CountsT | None = None  # None before any process was added
 
     @property
     def rank(self) -> tuple[int, tuple[str, ...]]:
-        """Order of sums: a sum with a higher rank replaces one with a lower rank."""
+        """Sort key of sums. A sum with a higher rank replaces one with a lower rank."""
         return self.number, self.ids[-1:]
 
 
@@ -181,24 +181,24 @@ class Folded(Generic[CountsT]):
 class Known(Generic[CountsT]):
     """A summary of one instance of `ProcessCounts`. Another instance answers it with the missing counts (`Later`)."""
 
-    num_counted: Mapping[str, int]  # size of the known counts, by process id
+    num_counted: Mapping[str, int]  # shows by process id how recent the known counts are
     folded: Folded[CountsT]
 
 
 @dataclass(frozen=True, slots=True)
 class Later(Generic[CountsT]):
-    """The counts of one instance that are missing in another instance's `Known`."""
+    """The counts that one instance knows and another instance's `Known` lacks."""
 
     counts: Mapping[str, CountsT]  # by process id
-    folded: Folded[CountsT] | None  # None: the sum does not have a higher rank
+    folded: Folded[CountsT] | None  # None if the other instance's sum has the same or a higher rank
 
 
 class ProcessCounts(Generic[CountsT]):
     """The counts of all processes of one kind, including stopped processes. Instances exchange their knowledge.
 
     The counts of a stopped process stay separate for a while, so that each instance receives the latest counts that any
-    instance has. Then the counts are added to a sum. An instance takes over the whole sum of another instance if that
-    sum has more processes. It also takes over the ids of the processes in the sum, and does not count these again.
+    instance knows. Then they are added to a sum. An instance replaces its sum by another instance's sum if that one
+    includes more processes, and remembers the ids of these processes, so that it does not count them again.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class ProcessCounts(Generic[CountsT]):
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`num_counted` only grows and tells which of two counts of one process is later. `total` adds up counts."""
+        """`num_counted` returns a number that only grows, to recognize later counts. `total` adds up counts."""
         self._num_counted = num_counted
         self._total = total
         self._clock = clock
@@ -218,14 +218,14 @@ class ProcessCounts(Generic[CountsT]):
         self._folded_ids: frozenset[str] = frozenset()
 
     def known(self) -> Known[CountsT]:
-        """Return a summary of the counts for another instance."""
+        """Return a summary of the counts, to be passed to another instance's `beyond`."""
         return Known({name: self._num_counted(each) for name, each in self._last.items()}, self._folded)
 
     def beyond(self, known: Known[CountsT]) -> Later[CountsT]:
-        """Return the counts that another instance lacks. Takes over the other's sum if that has a higher rank."""
+        """Return the counts that another instance lacks. Adopts the other's sum if that has a higher rank."""
         self._take_over(known.folded)
         is_ahead = self._folded.rank > known.folded.rank
-        # An instance that takes over this sum drops its own, and needs the counts of processes that only that sum had.
+        # An instance that adopts this sum drops its own, and then needs the counts that only its own sum included.
         folded_there = () if is_ahead else known.folded.ids
         counts = {
             name: each
@@ -235,7 +235,7 @@ class ProcessCounts(Generic[CountsT]):
         return Later(counts, self._folded if is_ahead else None)
 
     def learn(self, counts: Mapping[str, CountsT]) -> None:
-        """Record the counts of processes. For each process, the later counts are stored."""
+        """Record counts of processes, unless later counts of the same process are known."""
         for name, each in counts.items():
             last = self._last.get(name)
             if name in self._folded_ids or (last is not None and self._num_counted(last) > self._num_counted(each)):
@@ -243,13 +243,13 @@ class ProcessCounts(Generic[CountsT]):
             self._last[name] = each
 
     def learn_later(self, later: Later[CountsT]) -> None:
-        """Record the answer of another instance."""
+        """Record another instance's answer to `known`."""
         if later.folded is not None:
             self._take_over(later.folded)
         self.learn(later.counts)
 
     def note_present(self, present: Collection[str]) -> None:
-        """Record which processes are present, and add the counts of processes that stopped long ago to the sum."""
+        """Record which processes are running, and add the counts of those that stopped long ago to the sum."""
         now = self._clock()
         self._gone_at = {name: self._gone_at.get(name, now) for name in self._last if name not in present}
         by_age = sorted(self._gone_at, key=self._gone_at.__getitem__)
@@ -259,12 +259,12 @@ class ProcessCounts(Generic[CountsT]):
             self._fold(old)
 
     def without(self, ids: Collection[str] = ()) -> list[CountsT]:
-        """Return items whose sum is the count of all processes except these."""
+        """Return counts that add up to those of all processes except these."""
         others = [each for name, each in self._last.items() if name not in ids]
         return others if self._folded.counts is None else [self._folded.counts, *others]
 
     def of(self, ids: Iterable[str]) -> list[CountsT]:
-        """Return the counts of these processes. Processes that are already in the sum are left out."""
+        """Return the counts of these processes. Unknown processes, and those already in the sum, are left out."""
         return [self._last[name] for name in ids if name in self._last]
 
     def _fold(self, ids: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""The measurements of one ingress about its requests. No labels are looked up per token.
+"""Measures one ingress's requests, without looking up any label per token.
 
-Each ingress process has its own `RequestMetrics`. The sum of all snapshots shows the service as its callers see it.
+Each ingress process owns a `RequestMetrics`. The sum of all snapshots shows the service as its callers see it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.errors import CarouselError, Failure, Overloaded
 
 Clock = Callable[[], float]
 
-NO_IDLE_SLOT = "no_idle_slot"  # reason for refusing a background call, such as a line of a batch, without a free slot
+NO_IDLE_SLOT = "no_idle_slot"  # reason for refusing a background call, such as a batch line, while no slot is free
 NO_MODEL = ""  # model name of calls that were refused before their model was known
 BOUNDS = {
     "token_s": SECONDS,
@@ -32,7 +32,7 @@ BOUNDS = {
 }
 
 
-# Reasons for which a request resumes on another replica (`ReplicaLost` of app/fleet).
+# Reasons why a request resumes on another replica after a loss (`ReplicaLost` in app/fleet).
 LOSSES = ("broken", "ended", "engine_failed", "gap", "silent", "stuck")
 _FOREGROUND, _BACKGROUND = "foreground", "background"
 Kind = tuple[str, str]  # kind of a request: the group of its replica, and `_FOREGROUND` or `_BACKGROUND`
@@ -40,15 +40,14 @@ Kind = tuple[str, str]  # kind of a request: the group of its replica, and `_FOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """The latencies of the requests of one kind."""
+    """The latencies of one kind of requests."""
 
-    queue_s: Distribution  # from the arrival at the replica to the first step, as the replica measured it
+    queue_s: Distribution  # from the arrival at the replica to the first step, as measured by the replica
     first_token_s: Distribution  # from the arrival of the call to a request's first token
     inter_token_s: Distribution  # between two tokens of a request
     request_s: Distribution  # from the arrival of the call to the end of a request that finished
 
     def __add__(self, other: Latencies) -> Latencies:
-        """Return the sum."""
         names = [field.name for field in fields(self)]
         return Latencies(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
@@ -67,14 +66,13 @@ class ModelSnapshot:
     latencies: Mapping[Kind, Latencies]
     token_s: Distribution  # a request's mean time per token after its first token
     decode_s: Distribution  # from a request's first token to its end
-    prompt_tokens: Distribution  # for requests that got a token, or ended without wanting one
+    prompt_tokens: Distribution  # for requests that received a token, or finished without needing one
     generated_tokens: Distribution  # for finished requests
     longest_choice_tokens: Distribution  # for finished calls
     num_choices: Distribution  # for all calls that were not refused
     deltas_per_frame: Distribution  # number of requests with tokens in one frame from a replica
 
     def __add__(self, other: ModelSnapshot) -> ModelSnapshot:
-        """Return the sum."""
         names = [field.name for field in fields(self)]
         return ModelSnapshot(**{name: _sum(getattr(self, name), getattr(other, name)) for name in names})
 
@@ -103,7 +101,7 @@ Snapshot = Mapping[str, ModelSnapshot]  # by the model's name
 
 
 def num_counted(snapshot: Snapshot) -> int:
-    """Return a sum over a snapshot that only grows. It tells which of two snapshots of one ingress is later."""
+    """Return a sum that only grows, which shows which of one ingress's snapshots is later."""
     return sum(
         each.num_generated_tokens
         + sum(sum(counts.values()) for counts in (each.finished, each.refused, each.failed, each.dispatched))
@@ -112,12 +110,12 @@ def num_counted(snapshot: Snapshot) -> int:
 
 
 def without_requests(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot of a stopped ingress, which has no requests in flight."""
+    """Return the snapshot of a stopped ingress without requests in flight, because its requests have ended with it."""
     return {name: replace(each, num_in_flight=0) for name, each in snapshot.items()}
 
 
 def merge(snapshots: Iterable[Snapshot]) -> dict[str, ModelSnapshot]:
-    """Return the sum of the snapshots of several ingresses."""
+    """Return the sum of several ingresses' snapshots, by model."""
     merged: dict[str, ModelSnapshot] = {}
     for snapshot in snapshots:
         for name, model in snapshot.items():
@@ -126,17 +124,17 @@ def merge(snapshots: Iterable[Snapshot]) -> dict[str, ModelSnapshot]:
 
 
 class RequestMetrics:
-    """The measurements of this process, by model. For one event loop."""
+    """The measurements of this process, by model. Used in one event loop only."""
 
     def __init__(self, model_names: Iterable[str] = (), *, clock: Clock = time.perf_counter) -> None:
-        """The named models are reported with zeros from the start. Other models appear with their first request."""
+        """Report the named models immediately, with zeros. Other models appear with their first request."""
         self.clock = clock  # also the clock of the arrival times for `CallMetrics`
         self._models: dict[str, ModelMetrics] = {}
         for name in model_names:
             self.model(name)
 
     def model(self, name: str) -> ModelMetrics:
-        """Return the metrics of one model; creates them for a new model."""
+        """Return the metrics of one model, which are created for a new model."""
         if name not in self._models:
             self._models[name] = ModelMetrics(self.clock)
         return self._models[name]
@@ -155,9 +153,9 @@ class ModelMetrics:
         self.num_generated_tokens = 0
         self.finished = Counter({reason.value: 0 for reason in FinishReason})
         self.latencies = defaultdict[Kind, _LatencyHistograms](_LatencyHistograms)
-        _ = self.latencies["", _FOREGROUND]  # has its zeros from the start
+        _ = self.latencies["", _FOREGROUND]  # created here, so that it is reported with zeros before any request
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
-        # The counters of alerts start at 0, because Prometheus sees no rise in a counter that starts at 1.
+        # Counters for alerts start at 0, because Prometheus sees no increase in a counter that first appears with 1.
         self._refused = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
         self._failed = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
         self._dispatched: Counter[str] = Counter()
@@ -177,15 +175,15 @@ class ModelMetrics:
         self._dispatched[reason] += 1
 
     def resumed(self, reason: str) -> None:
-        """Count a request that resumes on another replica. `reason` is the reason of its `ReplicaLost`."""
+        """Count a request that resumes on another replica. `reason` comes from its `ReplicaLost`."""
         self._resumed[reason] += 1
 
     def frame_received(self, num_deltas: int) -> None:
-        """Count a frame of a replica that has deltas of `num_deltas` requests."""
+        """Count a frame from a replica that carries deltas for `num_deltas` requests."""
         self.histograms["deltas_per_frame"].observe(num_deltas)
 
     def snapshot(self) -> ModelSnapshot:
-        """Return an immutable copy."""
+        """Return an immutable copy of all counts and histograms."""
         return ModelSnapshot(
             num_in_flight=self.num_in_flight,
             num_generated_tokens=self.num_generated_tokens,
@@ -200,9 +198,10 @@ class ModelMetrics:
 
 
 class CallMetrics:
-    """Measures one call. Use it as a context manager around the answer, and report tokens and ends as they come.
+    """Measures one call. Use it as a context manager around the answer, and report tokens and ends as they occur.
 
-    On exit, requests without an end count as failed if an error is raised, and as aborted if not.
+    On exit, unfinished requests count as failed if an error was raised after the first token, and as refused if it was
+    raised before. Without an error, or after a cancellation, they count as aborted.
     """
 
     __slots__ = (
@@ -212,7 +211,7 @@ class CallMetrics:
     def __init__(
         self, model: ModelMetrics, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False
     ) -> None:
-        """`prompt_tokens` has the prompt length of each request of the call."""
+        """`prompt_tokens` lists the prompt length of each of the call's requests."""
         self._model = model
         self._clock = model.clock
         self._arrived_at = arrived_at
@@ -230,7 +229,7 @@ class CallMetrics:
 
     @property
     def decode_s(self) -> float | None:
-        """Seconds from the first token to the end of the last request; None before the end, and without any token."""
+        """Seconds from the first token to the end of the last request; None before that end or without any token."""
         return None if self._first_at is None or self._ended_at is None else self._ended_at - self._first_at
 
     @property
@@ -243,7 +242,7 @@ class CallMetrics:
         return self
 
     def placed(self, index: int, group: str) -> None:
-        """Note that a replica of this group has one of the requests. The request then counts for this group."""
+        """Count one of the requests for the group of its replica. Ignored after the first token, and for no group."""
         if group and not self._requests[index].num_tokens:
             self._requests[index].latencies = self._model.latencies[group, self._class]
 
@@ -254,7 +253,7 @@ class CallMetrics:
             request.latencies.queue_s.observe(queue_s)
 
     def tokens(self, index: int, num_tokens: int) -> None:
-        """Count new tokens of one of the requests, at least one."""
+        """Count at least one new token of one of the requests."""
         now = self._clock()
         request = self._requests[index]
         self._model.num_generated_tokens += num_tokens
@@ -273,7 +272,7 @@ class CallMetrics:
         self._model.histograms["prompt_tokens"].observe(request.num_prompt_tokens)
 
     def finished(self, index: int, reason: str) -> None:
-        """Record the end of one of the requests that was not aborted and did not fail."""
+        """Record the regular end of one of the requests. Aborted and failed requests are counted on exit."""
         now = self._clock()
         request, histograms = self._requests[index], self._model.histograms
         self._end(request, reason)
@@ -314,8 +313,6 @@ class CallMetrics:
 
 
 class _LatencyHistograms:
-    """The latency histograms of one kind of requests."""
-
     __slots__ = ("first_token_s", "inter_token_s", "queue_s", "request_s")
 
     def __init__(self) -> None:
@@ -328,8 +325,6 @@ class _LatencyHistograms:
 
 @dataclass(slots=True)
 class _RequestTimes:
-    """The times of one request of a call."""
-
     num_prompt_tokens: int
     latencies: _LatencyHistograms
     num_tokens: int = 0
@@ -339,7 +334,7 @@ class _RequestTimes:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as a label value: its class name for a `CarouselError`, `internal` for all other errors."""
+    """Return a label value for an error: the class name in snake case of a `CarouselError`, otherwise `internal`."""
     if not isinstance(error, CarouselError):
         return _INTERNAL
     return _name_of(type(error))
@@ -354,5 +349,5 @@ def _with_subclasses(kind: type[CarouselError]) -> list[type[CarouselError]]:
 
 
 _INTERNAL = "internal"
-# Overload and failures of the service. The reasons for callers' mistakes appear with the first such error.
+# Reasons for overload and failures of the service. The reasons for callers' mistakes appear with the first such error.
 _SERVICE_REASONS = (NO_IDLE_SLOT, *map(_name_of, _with_subclasses(Overloaded) + _with_subclasses(Failure)), _INTERNAL)

@@ -1,7 +1,7 @@
-"""The metrics under vLLM's names, which dashboards, autoscalers and gateways for language models expect.
+"""Exports metrics under vLLM's names, which dashboards, autoscalers and gateways for language models expect.
 
-Names, types and meanings are those of vLLM (https://docs.vllm.ai, "Production metrics"), with one value for each model.
-vLLM's names have a colon. This is legal, although Prometheus' conventions reserve the colon for rules.
+Names, types and meanings follow vLLM (https://docs.vllm.ai, "Production metrics"), with one value for each model.
+vLLM's names contain a colon. This is legal, although Prometheus' conventions reserve the colon for rules.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from app.metrics.requests import ModelSnapshot
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One model as a whole: the ingresses' measurements of its requests, and the reports of its replicas."""
+    """One model as a whole: the ingresses' measurements of its requests, and its replicas' reports."""
 
     name: str
     requests: ModelSnapshot
-    replicas: Sequence[EngineGauges]  # values of the current replicas
-    ever: EngineCounts  # counts of all replicas, including stopped replicas
+    replicas: Sequence[EngineGauges]  # gauges of the current replicas
+    ever: EngineCounts  # counts of all replicas, including stopped ones
 
     def now(self, value: Callable[[EngineGauges], int]) -> int:
         """Return the sum of a gauge over the current replicas."""
@@ -36,7 +36,7 @@ class ModelReport:
 
 
 def vllm_families(reports: Sequence[ModelReport]) -> Iterable[Metric]:
-    """Return all families with vLLM's names, for the models that have a name."""
+    """Return all families with vLLM's names. Calls without a known model are left out."""
     return metrics_of(_FAMILIES, ("model_name",), [((model.name,), model) for model in reports if model.name])
 
 
@@ -45,13 +45,13 @@ def _num_waiting(model: ModelReport) -> float:
 
 
 def _memory(model: ModelReport) -> dict[Labels, int]:
-    """Return the distinct pairs of block size and number of blocks among the replicas, each with the value 1."""
+    """Return each distinct pair of block size and number of blocks among the replicas, with the value 1."""
     memories = sorted({(each.block_size, each.num_blocks) for each in model.replicas})
     return dict.fromkeys(((str(size), str(number)) for size, number in memories), 1)
 
 
 def _adapters(model: ModelReport) -> dict[Labels, int]:
-    """Return the labels: the limit of one replica, the names loaded on any replica, and the awaited names."""
+    """Return one entry whose labels are a replica's limit, the names loaded on any replica, and the awaited names."""
     most = max((each.max_adapters for each in model.replicas), default=0)
     loaded = sorted({name for each in model.replicas for name in each.adapters})
     waiting = sorted({name for each in model.replicas for name in each.waiting_adapters})
@@ -72,7 +72,7 @@ _FAMILIES: Sequence[Family[ModelReport]] = (
         ("block_size", "num_gpu_blocks")),
     Family("gauge", "vllm:lora_requests_info", "LoRA adapters that are loaded or awaited on any replica.", _adapters,
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
-    Family("counter", "vllm:num_preemptions", "Times that a request's memory was taken back.",
+    Family("counter", "vllm:num_preemptions", "Preemptions, each of which takes back a request's memory.",
         lambda model: model.ever.num_preemptions),
     Family("counter", "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
         lambda model: model.ever.num_prompt_tokens),

@@ -1,7 +1,7 @@
-"""The engine abilities that work with an architecture, and the reasons why other abilities do not.
+"""Tells which engine abilities a model supports, and why it does not support the others.
 
 The user guide, a replica's log line and `carousel plan memory` use this module. The reasons follow from the
-descriptions of our decoders and from the types of a model's layers.
+descriptions in `architectures.py` and from the types of a model's layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Ability = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """The abilities that work with one model, or with one architecture."""
+    """The properties of a model, or of an architecture, that decide which abilities it supports."""
 
-    architecture: str  # the name of the class in transformers
+    architecture: str  # the name of the model's class in transformers
     has_states: bool  # whether the model has recurrent layers
-    windows: Literal["none", "kept", "freed"]  # its windows; freed: blocks behind a window are freed
+    windows: Literal["none", "kept", "freed"]  # whether blocks behind windows are freed; "none" without windows
 
     def why_not(self) -> dict[Ability, str]:
-        """Return the abilities that do not work with the model, each with the reason."""
+        """Return the abilities that the model does not support, each with the reason."""
         no_decoder = {backend: self._why_no_decoder(backend) for backend in ("cpu", "cuda")}
         reasons: dict[Ability, str | None] = {
             "C++ on a CPU": no_decoder["cpu"],
@@ -39,7 +39,7 @@ class Abilities:
         return {ability: reason for ability, reason in reasons.items() if reason is not None}
 
     def __str__(self) -> str:
-        """Return one line for a log or a terminal."""
+        """Return one line for a log or a terminal, with the unsupported abilities and the reasons."""
         refused = "; ".join(f"{ability} ({reason})" for ability, reason in self.why_not().items())
         return f"{self.architecture}: not with {refused}" if refused else f"{self.architecture}: all works with it"
 

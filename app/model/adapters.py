@@ -244,10 +244,10 @@ class LinearUpdates:
         return adapter
 
     def suspend_device(self) -> None:
-        """Prepare new adapters in the host's memory until `come_back`. Adapters on the device stay in place."""
+        """Prepare new adapters in the host's memory until `resume`. Adapters on the device stay in place."""
         self._late = []
 
-    def come_back(self) -> None:
+    def resume(self) -> None:
         """Move the adapters that were loaded meanwhile to the device, which is available again."""
         late, self._late = self._late or [], None
         for adapter in late:

@@ -1,8 +1,8 @@
-"""Attention over paged KV memory. The loader registers it with transformers, so models run unmodified.
+"""Attention over paged KV memory. `paged_attention` is registered with transformers, so models run unmodified.
 
-A model calls `attend` in every layer. The step's data are the forward keyword argument `paged`, so no state is set
-before the call and read inside it. The attention in this module is plain torch. It is correct on CPU and CUDA, and is
-the reference for the faster versions (`cpu/attention.py`, `cuda/attention.py`).
+Every layer of a model calls `attend` on the step, which travels as the forward keyword argument `paged`: no state has
+to be set before the forward pass. This module implements the attention in plain torch for CPU and CUDA. The faster
+versions (`cpu/attention.py`, `cuda/attention.py`) must agree with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
 
 ATTENTION_NAME = "carousel_paged"
 
-# Keyword arguments of transformers' attention functions that do not change the result here.
+# Keyword arguments of transformers' attention functions that may be ignored, because they do not change the result.
 _HARMLESS = frozenset(
     {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "return_dict",
      "cache_position", "position_embeddings", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -36,20 +36,20 @@ _HARMLESS = frozenset(
 
 
 class UnknownAttention(Exception):
-    """A model needs a feature of attention that is not implemented here."""
+    """Raised if a model needs a feature of attention that is not implemented here."""
 
 
 class NoStep(UnknownAttention):
-    """An attention layer was called without the step."""
+    """Raised if a model does not pass the step on to its attention layers; `hand_steps_on` may help."""
 
 
 class AttentionStep(Protocol):
-    """The work of one forward pass in its attention layers."""
+    """The attention of all layers in one forward pass."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        """Write the new tokens' keys and values and attend.
+        """Store the new tokens' keys and values, then attend to all keys that each new token sees.
 
         query: [num_tokens, num_heads, key_dim]; key, value: [num_tokens, num_kv_heads, dim], of new tokens only.
 
@@ -60,7 +60,7 @@ class AttentionStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The state of one sequence in one recurrent operator."""
+    """The shape and the type of one sequence's state in one recurrent operator."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class StateShape:
 
 
 class Slots(NamedTuple):
-    """The states of one recurrent operator in a step."""
+    """The states that one recurrent operator uses in a step, and the code that runs it."""
 
     states: torch.Tensor  # [num_slots, *sizes]
     pieces: StatePieces
@@ -79,26 +79,26 @@ class Slots(NamedTuple):
 
 
 class RecurrentStep(Protocol):
-    """The work of one forward pass in its recurrent layers."""
+    """The recurrent operators of one forward pass."""
 
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
-        """Return the states for the next operator. Every forward pass calls its operators in the same order.
+        """Return the states of the next operator. Every forward pass must call its operators in the same order.
 
-        inputs: [num_tokens, ...], the inputs of the operator.
+        inputs: the operator's inputs, [num_tokens, ...].
         """
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttentionRules:
-    """The rules by which a layer computes its scores. The model fixes them; they are the same in every step."""
+    """How a layer computes its scores. The rules are fixed by the model and the same in every step."""
 
     scaling: float
-    sliding_window: int | None = None  # the number of positions a token sees: its own and earlier ones
+    sliding_window: int | None = None  # the number of positions that a token sees, including its own
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [num_heads], an extra score per head in the softmax, without a value
-    is_latent: bool = False  # a key is its value followed by more numbers; only these are stored as the key
-    # The earlier layer whose keys and values this layer reads, found by `ProbeStep`; None: it stores its own.
+    is_latent: bool = False  # whether a key is its value followed by more numbers, which alone are stored as the key
+    # The earlier layer whose keys and values this layer reads, as `ProbeStep` has found; None if it stores its own.
     stored_by: int | None = None
 
 
@@ -116,7 +116,7 @@ def paged_attention(
     paged: AttentionStep | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' interface; returns [1, num_tokens, num_heads, value_dim]."""
+    """Attend as transformers' attention interface requires. Returns [1, num_tokens, num_heads, value_dim] and None."""
     check_call(paged, attention_mask, others)
     assert paged is not None, "checked"
     if not getattr(module, "is_causal", True):
@@ -135,13 +135,13 @@ def paged_attention(
     queries = query[0] if heads is None else heads.queries(query[0])
     output = paged.attend(layer, queries.transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
     output = output if heads is None else heads.values(output)
-    return output.contiguous()[None], None  # some models take a view of the result
+    return output.contiguous()[None], None  # contiguous, because some models take views of the result
 
 
 def check_call(step: object, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
-    """Raise UnknownAttention if a model asks its attention for a feature that is not computed.
+    """Raise UnknownAttention if a model asks its attention for a feature that is not implemented.
 
-    step: the forward keyword argument with the data of the step.
+    step: the forward keyword argument `paged`. Raises NoStep if it is missing.
     """
     if step is None:
         raise NoStep("the model does not hand forward keyword arguments to its attention layers")
@@ -153,7 +153,7 @@ def check_call(step: object, attention_mask: torch.Tensor | None, others: Mappin
 
 
 def hand_steps_on(module: torch.nn.Module) -> None:
-    """Make a model pass the step to its attention layers: some models' decoder layers drop keyword arguments."""
+    """Make a model pass the step to its attention layers, for models whose decoder layers drop keyword arguments."""
     given: dict[str, Any] = {}
 
     def keep(_module: torch.nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ def hand_steps_on(module: torch.nn.Module) -> None:
 
 
 def number_layers(module: torch.nn.Module) -> None:
-    """Tell attention that several layers share which layer calls it, from the `layer_idx` argument of its forward."""
+    """Set `layer_idx` on attention modules that several layers share, from the argument that each call passes."""
 
     def number(part: torch.nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
         part.layer_idx = named["layer_idx"]
@@ -180,30 +180,30 @@ def number_layers(module: torch.nn.Module) -> None:
 
 
 class PagedAttention(Protocol):
-    """KV memory and the code that attends over it: one of several backends, chosen when an engine is built."""
+    """KV memory and the code that attends over it. The backend of an engine determines the implementation."""
 
     block_size: int
     kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension counts the blocks
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
-        """Return the attention of the next forward pass, for all layers."""
+        """Return the attention of all layers for the next forward pass."""
         ...
 
 
-BYTES_AT_ONCE = 256 * 1024**2  # of gathered keys and values, or of scores
+BYTES_AT_ONCE = 256 * 1024**2  # limit for gathered keys and values, and for scores
 
 
 def plain_attention_bytes(layers: Iterable[LayerShape], length: int, dtype: torch.dtype) -> int:
-    """Return the most bytes that `TorchAttention` needs beyond a step of short sequences.
+    """Return the most bytes that `TorchAttention` needs in addition to those of a step with short sequences.
 
-    length: tokens of the longest sequence. Its keys and values are gathered as a whole and copied once.
+    length: tokens of the longest sequence, whose keys and values are gathered as a whole and copied once.
     """
     of_token = max((each.num_kv_heads * (each.key_dim + each.value_dim) for each in layers), default=0)
     return 3 * BYTES_AT_ONCE + 2 * length * of_token * dtype.itemsize
 
 
 class TorchAttention:
-    """Attention in plain torch: gathers each sequence's blocks, then calls `scaled_dot_product_attention`."""
+    """Attention in plain torch. Gathers each sequence's blocks, then calls `scaled_dot_product_attention`."""
 
     def __init__(self, cache: KVCache, device: torch.device, groups: LayerGroups = ONE_GROUP) -> None:
         self.block_size = cache.block_size
@@ -224,7 +224,7 @@ _Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # reads a l
 
 
 class _TorchStep:
-    """One step: writes the new tokens' keys and values, then attends over blocks."""
+    """One step. In each layer, stores the new tokens' keys and values, then attends over gathered blocks."""
 
     def __init__(self, attention: TorchAttention, slots: Sequence[torch.Tensor], rows: Sequence[AttentionRows]) -> None:
         """slots, rows: by group of layers."""
@@ -254,7 +254,7 @@ class _TorchStep:
     def _read(
         self, own: Place, like: tuple[torch.Tensor, torch.Tensor], rules: AttentionRules, block_tables: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's keys and values. like: the stored numbers of the new tokens."""
+        """Return a layer's keys and values, with latent keys completed. like: the new tokens' keys and values."""
         keys, values = self._cache.read(own.place, block_tables, part=own.part, like=like)
         return (torch.cat((values, keys), dim=-1) if rules.is_latent else keys), values
 
@@ -272,28 +272,28 @@ class _TorchStep:
     def _prefill(self, read: _Read, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
         """Attend for several tokens of one sequence. query: [num_tokens, num_heads, key_dim]."""
         keys, values = read(chunk.block_table)
-        # Blocks before the window of the first token may already belong to other sequences.
+        # Blocks behind the window of the first new token may already belong to other sequences.
         first = 0 if rules.sliding_window is None else max(0, chunk.start - rules.sliding_window + 1)
         keys, values = keys[first : chunk.length], values[first : chunk.length]
         return _causal(query, keys, values, start=chunk.start - first, rules=rules)
 
 
 class ProbeStep:
-    """A forward pass without KV memory over one sequence from its start. Records the layers' shapes and rules."""
+    """A step without KV memory, for one whole sequence. Records the layers' shapes and rules."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}  # the layers that store keys and values of their own
+        self.layers: dict[int, LayerShape] = {}  # only layers that store their own keys and values
         self.rules: dict[int, AttentionRules] = {}
-        self._keys: dict[int, torch.Tensor] = {}  # by layer; keeps memory from being reused by later tensors
-        self.states: list[StateShape] = []  # of the recurrent operators, in the order of the calls
+        self._keys: dict[int, torch.Tensor] = {}  # by layer; held so that no later tensor reuses their memory
+        self.states: list[StateShape] = []  # one for each recurrent operator, in the order of the calls
 
     @property
     def stored_by(self) -> dict[int, int]:
-        """By layer: the earlier layer whose keys and values it reads. Layers that store their own are missing."""
+        """Maps a layer to the earlier layer whose keys and values it reads. Omits layers that store their own."""
         return {layer: own.stored_by for layer, own in self.rules.items() if own.stored_by is not None}
 
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
-        """Return zero states for the next recurrent operator. inputs: [num_tokens, ...]."""
+        """Record the state's shape, and return a zero state for one sequence. inputs: [num_tokens, ...]."""
         self.states.append(shape)
         states = torch.zeros(1, *shape.sizes, dtype=shape.dtype, device=inputs.device)
         whole = StatePieces(torch.tensor([[0, len(inputs), NO_STATE, 0]], dtype=torch.int32))
@@ -315,7 +315,7 @@ class ProbeStep:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are views of the same numbers. Meta tensors have no address to compare."""
+    """Return whether two tensors are equal views of one storage. Works for meta tensors, which have no address."""
     return (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and (one.storage_offset(), one.shape, one.stride()) == (other.storage_offset(), other.shape, other.stride())
@@ -323,14 +323,14 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose last dimension is contiguous, as kernels require; copies only if needed."""
+    """Return the tensor with a contiguous last dimension, as kernels require. Copies only if needed."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, start: int, rules: AttentionRules
 ) -> torch.Tensor:
-    """Attend causally. query: [num_tokens, num_heads, dim] at positions from `start`; keys, values: [length,
+    """Attend causally. query: [num_tokens, num_heads, dim], at positions from `start` on; keys, values: [length,
     num_kv_heads, dim]."""
     at = torch.arange(keys.shape[0], device=keys.device)
     number = max(1, BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
@@ -345,7 +345,7 @@ def _causal(
 
 
 def _blank_others(keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> None:
-    """Zero the slots that are not visible: they may hold other sequences' values, and a masked score keeps a NaN."""
+    """Zero invisible slots in place: they may contain NaN of other sequences, which a masked score would not remove."""
     others = ~visible[..., None, None]
     keys.masked_fill_(others, 0)
     values.masked_fill_(others, 0)
@@ -382,7 +382,7 @@ def _attend_in_full(
     rules: AttentionRules,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Compute the formula by single operators, for soft caps and sinks: `scaled_dot_product_attention` lacks these."""
+    """Attend with soft caps or sinks, which `scaled_dot_product_attention` does not support."""
     scores = torch.matmul(query, keys.transpose(2, 3)) * rules.scaling
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap

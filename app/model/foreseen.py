@@ -1,4 +1,4 @@
-"""Finds mistakes in a model's files before the model is loaded. Writes nothing. No torch here."""
+"""Finds mistakes in a model's path and files before the model is loaded. Writes nothing. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.description import max_model_len, read_config
 from app.model.location import existing_place
 
-# Model types whose layers have a recurrence that `recurrence` has no operator for.
+# Model types with recurrent layers for which `recurrence.py` has no operator, and the names of these layers.
 STATES_NOT_COMPUTED = {
     "bailing_hybrid": "Kimi Delta Attention (KDA)",
     "kimi_linear": "Kimi Delta Attention (KDA)",
@@ -26,12 +26,12 @@ STATES_NOT_COMPUTED = {
     "zaya": "Compressed Convolutional Attention (CCA)",
 }
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_OTHER_TYPES = ("gpt-sw3",)  # types that transformers adds to its table elsewhere
+_OTHER_TYPES = ("gpt-sw3",)  # model types that transformers registers outside its table
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
 def weights_bytes(path: str) -> int:
-    """Return the bytes of a model's weight files; 0 for a hub id."""
+    """Return the bytes of a model's weight files; 0 for a hub id, whose files may not be here yet."""
     place = existing_place(path)
     if place is None:
         return 0
@@ -43,10 +43,10 @@ def _numbers_in(name: str) -> list[str]:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Check a model's files. A hub id is not looked up.
+    """Check the files of a local model. For a hub id, only the path itself is checked, without network access.
 
-    Raises InvalidSetup, with the place and the fix: the path does not exist, the folder or GGUF file is no model or
-    cannot be served, or the configured context is longer than the model's.
+    Raises InvalidSetup, with the place and the fix: the path does not exist, the folder or GGUF file contains no model
+    or cannot be served (UnsupportedModel), or the configured context is longer than the model's.
     """
     check_path(config.path)
     place = existing_place(config.path)
@@ -59,7 +59,7 @@ def check_model(config: ModelConfig) -> None:
 def check_path(path: str) -> None:
     """Raise InvalidSetup if a path is neither an existing folder or file nor a hub id, or if it looks like a typo.
 
-    A path looks like a typo if a local model beside it has nearly the same name.
+    A hub id looks like a typo if a local model in the same folder has nearly the same name.
     """
     if existing_place(path) is not None:
         return
@@ -72,9 +72,9 @@ def check_path(path: str) -> None:
 
 
 def check_can_be_asked(path: str) -> None:
-    """Raise InvalidSetup if a hub id was never downloaded and the hub cannot be reached. Asks the hub once.
+    """Raise InvalidSetup if a hub id was never downloaded and the hub cannot be reached. Sends one request.
 
-    A download would ask six times for each file, over 23 seconds. This does not check whether the hub has the model.
+    A download would send six requests for each file, over 23 seconds. Does not check whether the hub has the model.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -87,7 +87,7 @@ def check_can_be_asked(path: str) -> None:
             get_hf_file_metadata(hf_hub_url(path, file))
     except HFValidationError as error:
         raise InvalidSetup(f"got {path!r}; there is no such folder here, and it is no hub id: {error}") from error
-    except HfHubHTTPError:  # the hub has answered
+    except HfHubHTTPError:  # the hub responded, so it can be reached
         return
     except Exception as error:  # the error's class depends on the version of huggingface_hub
         raise InvalidSetup(
@@ -103,12 +103,12 @@ def _is_in_hub_cache(path: str) -> bool:
 
 
 def _near(place: Path) -> str | None:
-    """Return a model beside this path that has nearly the same name; None if there is none."""
+    """Return the path of a model in the same folder with nearly the same name; None if there is none."""
     try:
         beside = [each.name for each in place.parent.iterdir() if _is_model(each)]
     except OSError:
         return None
-    # Names that differ in a number belong to models of different sizes.
+    # Skip names that differ in a number: they belong to models of other sizes or versions, not to typos.
     beside = [name for name in beside if _numbers_in(name) == _numbers_in(place.name)]
     close = difflib.get_close_matches(place.name, beside, n=1, cutoff=0.85)
     return str(place.with_name(close[0])) if close else None
@@ -154,9 +154,9 @@ def _weight_files(place: Path) -> Iterator[Path]:
 
 
 def _known_types() -> list[str]:
-    """Return the model types of the installed transformers; empty if its table has moved since version 5.23.
+    """Return the model types that the installed transformers supports; empty if its table has moved since version 5.23.
 
-    The table is loaded alone, because an import of transformers takes seconds and imports torch.
+    Loads only the table's module, because importing transformers takes seconds and imports torch.
     """
     found = importlib.util.find_spec("transformers")
     assert found is not None, "transformers is installed"

@@ -1,10 +1,10 @@
-"""The backends of a GPU, best first. A replica takes the first backend that works, see docs/design/gpu.md.
+"""The backends for a GPU, best first. A replica uses the first one that works, see docs/design/gpu.md.
 
-If a kernel does not compile, a driver refuses a launch, or a step computes wrong numbers, the replica tries the next
-backend. Plain torch is the last backend.
+If a kernel does not compile, the driver refuses a launch, or a step computes wrong numbers, the replica tries the next
+backend. The last one is plain torch.
 
-After some CUDA errors a process can do nothing more on its device, and a crash or a hang ends the process. A file
-records the backend that ran, and the next replica takes another backend.
+After some CUDA errors a process can no longer use its device, and a crash or a hang ends the process. A file records
+which backend was running, so that the next replica starts with another one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Backend:
 
     computes: str
     needs: str
-    has_decoder: bool  # whether our decoder computes models that it supports; weights in FP8 need our decoder
-    has_triton: bool  # whether our attention kernels run; FP8 KV memory, `batch_invariant` and block copies need them
+    has_decoder: bool  # whether our decoder runs the models that it supports; required for weights in FP8
+    has_triton: bool  # whether our attention kernels run; required for FP8 KV memory, `batch_invariant`, block copies
 
 
-# `model.backend` names the first backend to try. `auto` stands for the best backend.
+# `model.backend` names the first backend to try; `auto` starts with the best one.
 BACKENDS: Mapping[str, Backend] = {
     GRAPHS: Backend(
         computes="our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
@@ -83,22 +83,22 @@ BACKENDS: Mapping[str, Backend] = {
 WITHOUT_DECODER = frozenset(name for name, each in BACKENDS.items() if not each.has_decoder)
 WITHOUT_TRITON = frozenset(name for name, each in BACKENDS.items() if not each.has_triton)
 FILE_NAME = "lost_devices.json"
-EXCLUDED_S = 3600.0  # a loss leaves a backend out only for this time, because the hardware may have failed
-MOST_LOSSES = 3  # after this number of losses a backend is left out until a version changes
-_ONE_EVENT_S = 60.0  # several losses in this time count as one: a fault may end all processes of a card
+EXCLUDED_S = 3600.0  # how long a loss excludes a backend; not forever, because the hardware may have been the cause
+MOST_LOSSES = 3  # after this many losses, a backend is excluded until the driver or a package changes its version
+_ONE_EVENT_S = 60.0  # losses within this time count as one, because a fault may end all processes on a card
 _MOST_OF_A_MESSAGE = 200  # characters
 _AT_LOAD, _IN_A_STEP = "at the load, ", "in a step, "  # the prefixes of the reason of a loss
 
 
 class BackendFailed(Exception):
-    """A backend does not work here. The message says why."""
+    """Raised while loading if a backend does not work on this machine. The message says why."""
 
 
 def cause_of(error: Exception) -> str:
-    """Return an error of the load in one line: its kind, and the first and the last line of its message.
+    """Return one line for an error: its class, and the first and the last line of its message.
 
-    Compilers write the place in the first line and the fault in the last line. No client has sent anything at the load,
-    so the message cannot contain a client's text.
+    Compilers report the location in the first line and the fault in the last. While a model loads, no client has sent
+    anything, so the line cannot contain a client's text.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     ends = dict.fromkeys(line[:_MOST_OF_A_MESSAGE] for line in (lines[0], lines[-1]))
@@ -106,7 +106,7 @@ def cause_of(error: Exception) -> str:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Return whether this process can compute nothing more on its device."""
+    """Return whether this process can no longer use its device, after waiting for the device's work."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -115,23 +115,23 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-# The times of the last losses (`time.time`) and the reason of the last loss, by setup and backend.
+# By setup and backend: the times of the last losses (`time.time`), and the reason for the last one.
 _Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
 _SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
-# The note of a process: its setup, its backends, and the prefix of a reason.
+# A process's note for the case of a crash: its setup, the backends to record, and the prefix of the reason.
 _WORK: TypeAdapter[tuple[str, list[str], str]] = TypeAdapter(tuple[str, list[str], str])
 
 
 @dataclass(frozen=True, slots=True)
 class LostDevices:
-    """The file of the backends that ran when a device was lost."""
+    """The file that records which backends were running when a device was lost."""
 
     path: Path
-    setup: str  # model, card, driver and versions; each setup has its own entries
+    setup: str  # model, card, driver and versions; losses of other setups do not count
     clock: Callable[[], float] = time.time
 
     def note(self, backends: Iterable[str], reason: str, at: float | None = None) -> None:
-        """Record that these backends ended a process at the time `at`, which is now by default."""
+        """Record that these backends ended a process at the time `at`, by default now. Only logs a failed write."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with locked(self.path.with_suffix(".lock")):
@@ -146,7 +146,7 @@ class LostDevices:
                            self.path, error)  # fmt: skip
 
     def note_crashes(self) -> None:
-        """Record the backends of processes that crashed or hung, under the setup of each process."""
+        """Record the losses of earlier processes that crashed or hung, each under that process's setup."""
         for work, reason, at in crashes(self.path.parent):
             try:
                 setup, backends, when = _WORK.validate_json(work)
@@ -155,13 +155,13 @@ class LostDevices:
             replace(self, setup=setup).note(backends, f"{when}{reason}", at)
 
     def watch(self, backends: Iterable[str], when: str) -> None:
-        """Have the next process record these backends if this process crashes or hangs. when: the reason's prefix."""
+        """Leave a note: if this process crashes, the next one records these backends. when: the reason's prefix."""
         open_note(self.path.parent, json.dumps((self.setup, [*backends], when)))
 
     def left_out(self, named: str = "") -> dict[str, str]:
-        """Return the reasons to leave out backends now, by backend.
+        """Return the backends to exclude now, each with the reason.
 
-        named: the backend that the settings name. It is left out only after a loss at the load, which would recur.
+        named: the backend in the settings, which is excluded only after a loss at the load: that loss would recur.
         """
         found = {}
         for backend, (times, reason) in self._read().get(self.setup, {}).items():
@@ -183,7 +183,7 @@ class LostDevices:
         return found
 
     def _read(self) -> _Setups:
-        """Return the content of the file, or an empty dict if the file cannot be read."""
+        """Return the content of the file, or an empty dict if the file is missing or unreadable."""
         try:
             return _SETUPS.validate_json(self.path.read_bytes())
         except (OSError, ValidationError):
@@ -192,23 +192,23 @@ class LostDevices:
 
 @dataclass(slots=True)
 class Ladder:
-    """The backends of one replica, the best first, and the reasons against some of them."""
+    """The backends that a replica may use, best first, and the reasons why others are excluded."""
 
     config: EngineConfig
     device: torch.device
     lost: LostDevices
-    is_shared: bool = False  # whether ranks share one backend: a failure ends all ranks, and the next start skips it
-    has_own_decoder: bool = True  # whether our decoder may compute the model; assumed until the model is loaded
+    is_shared: bool = False  # whether ranks share one backend; its failure ends all ranks, and the next start skips it
+    has_own_decoder: bool = True  # whether our decoder may run the model; assumed until the model is loaded
     has_weights: bool = False  # whether the model is loaded
-    failed: dict[str, str] = field(default_factory=dict)  # reasons by backend, or by part of a backend
-    skipped: dict[str, str] = field(default_factory=dict)  # reasons from the settings and the model, by backend
-    _current: str = ""  # the backend that computes
+    failed: dict[str, str] = field(default_factory=dict)  # why a backend, or a part of one, does not work
+    skipped: dict[str, str] = field(default_factory=dict)  # why the settings or the model rule out a backend
+    _current: str = ""  # the backend that runs steps
 
     @classmethod
     def of(
         cls, config: EngineConfig, device: torch.device, *, driver: str, why_no_triton: str | None, is_shared: bool
     ) -> Ladder:
-        """Return the backends of a replica on this device. why_no_triton: the result of `device.why_no_triton`."""
+        """Record earlier crashes, and return the ladder. why_no_triton: the result of `device.why_no_triton`."""
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         packages = ", ".join(f"{name} {number}" for name, number in (versions() | {"commit": commit()}).items())
         setup = f"{config.model.path}; {card}; driver {driver}; {packages}"
@@ -226,24 +226,24 @@ class Ladder:
         accepted = [
             name for name in names[: names.index(config.model.require or TORCH) + 1] if name not in ladder.skipped
         ]
-        if not set(accepted) <= lost.keys():  # ignore losses if they would leave out all accepted backends
+        if not set(accepted) <= lost.keys():  # ignore losses if they would exclude all acceptable backends
             ladder.failed = lost | ladder.failed
         return ladder
 
     @property
     def order(self) -> list[str]:
-        """The backends that the settings allow, in the order to try them. `library` comes first only if it is named."""
+        """The backends that the settings allow, in the order to try them. `library` is first only if named."""
         names, first = list(BACKENDS), self.config.model.backend
         if first == LIBRARY:
             return [LIBRARY, TRITON, TORCH]
         return names if first == "auto" else names[names.index(first) :]
 
     def backends(self) -> Iterator[str]:
-        """Yield the backends to try, one after the other.
+        """Yield the backends to try, best first. Stop iterating once a backend works.
 
         Raises:
-            InvalidSetup: no backend that `model.require` accepts works.
-            UnsupportedModel: no backend works.
+            InvalidSetup: every backend that `model.require` accepts has failed.
+            UnsupportedModel: every backend has failed.
         """
         for backend in self.order:
             if backend not in self.failed | self.skipped:
@@ -254,53 +254,53 @@ class Ladder:
 
     @contextmanager
     def trying(self, backend: str) -> Iterator[None]:
-        """Run the load with one backend. Records and swallows an error that another backend may not have.
+        """Wrap the load with one backend. Records and swallows an error that another backend may not have.
 
         Raises:
             InvalidSetup: the settings or the model are wrong for any backend.
-            Failure: this process can try no other backend, because the device is lost or another rank waits.
+            Failure: this process cannot try another backend, because the device is lost or other ranks wait.
         """
-        if self.failed:  # the last backend's error held memory, which can be freed now
+        if self.failed:  # the previous backend's error held references to memory on the device
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.lost.watch(self._alike(backend), _AT_LOAD)
+        self.lost.watch(self._same_code_at_load(backend), _AT_LOAD)
         is_loaded, self.has_weights = False, False
         try:
             yield
             is_loaded = True
         except TooLittleMemory as error:
-            if self.is_shared or backend not in (GRAPHS, LIBRARY):  # the backends below need as much memory
+            if self.is_shared or backend not in (GRAPHS, LIBRARY):  # the next backend would not need less memory
                 raise
             self.fail([backend], error.message)
         except BackendFailed as error:
-            self.fail(self._alike(backend), str(error))
+            self.fail(self._same_code_at_load(backend), str(error))
         except (CarouselError, MemoryError, ExchangeFailed):
             raise
         except Exception as error:
-            if isinstance(error, OSError) and not self.has_weights:  # an error of the model's files, not of a compiler
+            if isinstance(error, OSError) and not self.has_weights:  # the model's files are at fault, not a compiler
                 raise
             reason = cause_of(error)
             if is_lost(self.device):
-                self._end(self._alike(backend), f"the device is lost to this process: {reason}")
-            self.fail(self._alike(backend), reason)
+                self._end(self._same_code_at_load(backend), f"the device is lost to this process: {reason}")
+            self.fail(self._same_code_at_load(backend), reason)
         finally:
             if not is_loaded:
                 close_note()
 
-    def _alike(self, backend: str) -> list[str]:
-        """Return all backends that load the same code as this one. Graphs are captured later, after the load."""
+    def _same_code_at_load(self, backend: str) -> list[str]:
+        """Return the backends that run the same code during the load, before graphs are captured."""
         if backend not in (GRAPHS, EAGER):
             return [backend]
         return [GRAPHS, EAGER, *([] if self.has_own_decoder else [TRITON])]
 
     def note(self, part: str, reason: str | None) -> None:
-        """Record why a part of a backend, a decoder or a sampler, does not work. A reason of None records nothing."""
+        """Record why a part of a backend, such as a decoder or a sampler, does not work. None records nothing."""
         if reason is not None:
             self.failed[part] = reason
 
     def fail(self, backends: Iterable[str], reason: str) -> None:
-        """Record that these backends do not work. Raises Failure on ranks, because other ranks wait for this rank."""
+        """Record that these backends do not work. Raises Failure on ranks, whose other processes wait for this one."""
         if self.is_shared:
             self._end(backends, reason)
         for backend in backends:
@@ -309,7 +309,7 @@ class Ladder:
                 logger.warning("%s: backend %s does not work: %s", self.config.model.path, backend, reason)
 
     def _end(self, backends: Iterable[str], reason: str) -> NoReturn:
-        """Have the next start leave out these backends, and raise Failure: this process can try no other backend."""
+        """Record these backends as lost, so that the next start excludes them, and raise Failure."""
         backends = [*backends]
         self.lost.note(backends, f"{_AT_LOAD}{reason}")
         raise Failure(
@@ -317,39 +317,39 @@ class Ladder:
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:
-        """Leave out every backend that any rank leaves out. Each rank must call this method.
+        """Exclude every backend that any rank excludes, because ranks share one backend. Must be called on all ranks.
 
-        minimum: returns the least of the numbers of all ranks.
+        minimum: returns the smallest number that any rank passes.
         """
         for name in self.order:
             if not minimum(int(name not in self.failed | self.skipped)):
                 self.failed.setdefault(name, "another rank leaves it out")
 
     def with_graphs(self) -> ChosenBackend:
-        """Return the report of a replica with captured steps."""
+        """Record that steps run from graphs, and return the report of this backend."""
         self.failed.pop(GRAPHS, None)
         return self.taken(GRAPHS)
 
     def without_graphs(self, reason: str) -> ChosenBackend:
-        """Return the report of a replica without captured steps. Raises InvalidSetup if `model.require` is `graphs`."""
+        """Record why steps run without graphs, and return the report. Raises InvalidSetup if graphs are required."""
         self.failed[GRAPHS] = reason
         if self.config.model.require == GRAPHS:
             raise self._too_slow()
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> ChosenBackend:
-        """Return the report of a replica with this backend, and record that this backend computes from now on."""
+        """Return the report of a replica that runs steps with this backend, and leave a note in case they crash."""
         self._current = backend
-        self.lost.watch(self._alike_in_steps(), _IN_A_STEP)
+        self.lost.watch(self._same_code_in_steps(), _IN_A_STEP)
         return ChosenBackend(backend, dict(self.failed))
 
     def note_loss(self, reason: str) -> None:
-        """Record that the device was lost in a step of the current backend."""
-        self.lost.note(self._alike_in_steps(), f"{_IN_A_STEP}{reason}")
+        """Record in the file that the device was lost in a step of the current backend."""
+        self.lost.note(self._same_code_in_steps(), f"{_IN_A_STEP}{reason}")
 
-    def _alike_in_steps(self) -> list[str]:
-        """Return the backends that would run the same code in steps: without a capture, `graphs` runs as `eager`."""
-        return [GRAPHS] if self._current == GRAPHS else self._alike(self._current)
+    def _same_code_in_steps(self) -> list[str]:
+        """Return the backends that run the same code in steps. Without captured graphs, `graphs` runs like `eager`."""
+        return [GRAPHS] if self._current == GRAPHS else self._same_code_at_load(self._current)
 
     def _too_slow(self) -> InvalidSetup:
         model = self.config.model
@@ -364,7 +364,7 @@ class Ladder:
 
 
 def config_for(config: EngineConfig, backend: str) -> EngineConfig:
-    """Return the settings for the load of a backend. Settings for FP8 that the backend cannot compute are replaced."""
+    """Return the settings to load a backend with. Replaces, with a warning, FP8 settings that it does not support."""
     model = config.model
     if backend in WITHOUT_DECODER and model.quantization == "fp8":
         logger.warning("model.quantization is fp8, which %s does not compute: weights are in bfloat16", backend)

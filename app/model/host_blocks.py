@@ -1,4 +1,4 @@
-"""Copies of blocks of a CPU's KV memory."""
+"""Copies blocks between a CPU's KV memory and buffers, for stores and other replicas."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 
 
 class HostBlocks(BlockMemory, BlockCopies):
-    """The tensors of KV memory. In each tensor, blocks of equal size follow one another.
+    """Access by block to the tensors of a CPU's KV memory, and by slot to the states of recurrent layers (`states`).
 
-    The slots for states of recurrent layers are stored in the same way.
-
-    A thread that waits for a folder or another replica may hold this object for long. `leave` frees the memory anyway.
+    A thread that waits for a folder or another replica may hold this object for long, so `release` drops the tensors.
     """
 
     states: HostBlocks | None
 
     def __init__(self, tensors: Sequence[torch.Tensor], states: Sequence[torch.Tensor] = ()) -> None:
-        """tensors: the first dimension counts the blocks. states: of recurrent layers; it counts the slots."""
+        """tensors: KV memory; the first dimension counts blocks. states: recurrent states; it counts slots."""
         self.states = HostBlocks(states) if states else None
         self._sizes = [each.nbytes // len(each) for each in tensors]
         self.block_bytes = sum(self._sizes)
         self._lock = threading.Lock()
-        # Guarded by _lock; empty after `leave`.
+        # Guarded by _lock; empty after `release`.
         self._tensors = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
 
-    def leave(self) -> None:
-        """Release the memory for good. Waits until the copy of a block in progress has ended."""
+    def release(self) -> None:
+        """Drop the tensors for good, so that later copies return False. Waits until a running copy is done."""
         if self.states is not None:
-            self.states.leave()
+            self.states.release()
         with self._lock:
             self._tensors = []
 
     def new_buffer(self) -> memoryview:
-        """Return a buffer for copies: a thread takes the interpreter's lock a few times per block, not per tensor."""
+        """Return a buffer for one block. Callers transfer a block at once and so rarely need the interpreter's lock."""
         return memoryview(bytearray(self.block_bytes))
 
     @contextmanager
@@ -58,7 +56,7 @@ class HostBlocks(BlockMemory, BlockCopies):
             return bool(self._tensors)
 
     def _parts(self, block_id: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the offset in the buffer and the bytes of each tensor's part of a block."""
+        """Yield each tensor's part of a block, with its offset in the buffer. Yields nothing after `release`."""
         at = 0
         for tensor, size in zip(self._tensors, self._sizes, strict=False):
             yield at, tensor[block_id * size : (block_id + 1) * size]

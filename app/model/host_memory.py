@@ -1,4 +1,4 @@
-"""Checks that this machine has the memory that replicas take on its CPUs. No torch here."""
+"""Checks that this machine has enough memory for the replicas on its CPUs. No torch here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str = "") -> None:
-    """Raise InvalidSetup if this machine and its control groups never have `num_bytes` bytes.
+    """Raise InvalidSetup if `num_bytes` exceeds the memory of this machine or the limit of its control groups.
 
-    Call it before the bytes are taken: a process that grows beyond the limit of its control group is killed silently.
+    Call before the memory is allocated: a process that grows beyond its control group's limit is killed silently.
 
-    needed: the subject and the verb of the message, such as "KV memory takes". way_out: the settings to change.
+    needed: the message's subject and verb, such as "KV memory takes". way_out: which settings to change.
     """
     if num_bytes > memory_of_machine():
         raise InvalidSetup(f"{_compared(needed, num_bytes, detail, memory_of_machine())}: {way_out}")
@@ -26,11 +26,11 @@ def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str 
 
 @contextmanager
 def taking_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[None]:
-    """Check the memory before the block that allocates the bytes. The arguments are those of `check_host_memory`.
+    """Wrap an allocation of `num_bytes` bytes. The arguments are those of `check_host_memory`.
 
-    A warning is logged first if the machine currently has fewer bytes left.
+    Logs a warning if the machine currently has fewer bytes available.
 
-    Raises InvalidSetup as `check_host_memory`, or if the system refuses the bytes to torch's allocator.
+    Raises InvalidSetup like `check_host_memory`, or if the system refuses the memory to torch's allocator.
     """
     check_host_memory(needed, num_bytes, way_out)
     available = available_memory()

@@ -1,4 +1,4 @@
-"""The tensors that store blocks, and the number of blocks that fit into memory."""
+"""Stores keys and values in blocks, and computes how many blocks and state slots fit into memory."""
 
 from __future__ import annotations
 
@@ -12,63 +12,64 @@ import torch
 from app.config import GIB, CacheConfig
 from app.errors import InvalidSetup
 
-# The 8-bit types, by `cache.dtype`. The key and the value of each token and KV head have one float32 scale each.
+# The 8-bit types, by `cache.dtype`. Every key and every value of a KV head has its own float32 scale.
 _SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-# A model with only recurrent layers stores nothing in its blocks. Blocks still count its tokens and find its
-# prefixes, and the Python objects of a block take about this much memory.
+# A model with only recurrent layers stores nothing in its blocks. The blocks still count tokens and identify prefixes,
+# and the Python objects of a block use about this many bytes.
 BOOKKEEPING_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """The sizes that one attention layer stores for a token. In latent attention, `key_dim` excludes the latent."""
+    """The shape of the keys and values of one attention layer. In latent attention, `key_dim` excludes the latent."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
 
     def times(self, number: int) -> LayerShape:
-        """Return the shape of `number` adjacent layers of this shape."""
+        """Return the shape of `number` layers of this shape side by side."""
         return replace(self, num_kv_heads=number * self.num_kv_heads)
 
     def number_in(self, larger: LayerShape) -> int:
-        """Return the number of layers of this shape that fill exactly one larger layer's memory, or 0 if none does."""
+        """Return how many layers of this shape fill the memory of a larger one exactly; 0 if no number does."""
         keys, values = larger.num_kv_heads * larger.key_dim, larger.num_kv_heads * larger.value_dim
         number = max(1, keys // (self.num_kv_heads * self.key_dim))
         whole = self.times(number).num_kv_heads
         return number if (keys, values) == (whole * self.key_dim, whole * self.value_dim) else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one token, including the scales of 8-bit keys and values."""
+        """Return the bytes that the layer stores for a token, including the scales of 8-bit keys and values."""
         scales = 2 * torch.float32.itemsize if dtype in _SCALED.values() else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
 class Place(NamedTuple):
-    """The place of a layer's keys and values in the blocks of its group."""
+    """Where a layer's keys and values lie in the blocks of its group."""
 
     group: int
-    place: int  # in a block
-    part: int = 0  # several small layers of a group share a place
-    num_parts: int = 1
+    place: int  # index within a block
+    part: int = 0  # index within the place, which several small layers may share
+    num_parts: int = 1  # how many layers of this shape a place has room for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroups:
-    """The groups of blocks that store the layers' keys and values.
+    """Divides a model's layers into groups, each of which stores keys and values in blocks of its own.
 
-    Without windows, all layers are in one group, and a block has a place for each layer. With windows, the first group
-    has the layers without a window, and a block has places for these layers. Each other group fills a block with layers
-    that have a window. So one pool has blocks for all groups (`block_pool.py`). The two kinds of layers may have
-    different shapes: a place has room for one layer of the larger shape, or for several of the smaller shape.
+    Without windows, all layers form one group, and a block has a place for each layer. With windows, the first group
+    contains the layers without a window, and a block has a place for each of them. Every other group contains just
+    enough layers with a window to fill a block. All blocks therefore have one size, and one pool serves all groups
+    (`block_pool.py`). Layers with and without a window may differ in shape: a place has room for one layer of the
+    larger shape, or for several of the smaller shape.
     """
 
     num_groups: int = 1
-    window: int = 0  # the window in tokens of the layers outside the first group
+    window: int = 0  # tokens in the window of the layers outside the first group
     places: Mapping[int, Place] = field(default_factory=dict)  # by layer
-    # By layer: the earlier layer whose keys and values it reads. Layers that store their own are missing.
+    # Maps a layer to the earlier layer whose keys and values it reads. Omits layers that store their own.
     stored_by: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -81,13 +82,13 @@ class LayerGroups:
         stored_by: Mapping[int, int] = MappingProxyType({}),
         is_of_one_shape: bool = False,
     ) -> LayerGroups:
-        """Return the groups, or one group if the two kinds of layers cannot share blocks or groups save no memory.
+        """Return the groups, or a single group if layers of both kinds cannot share blocks or groups save no memory.
 
-        All windows must have one size. The layers with a window must have one shape, and those without one as well.
-        A number of layers of one kind must take exactly the memory of one layer of the other. The layers with a window
-        must fill at least one block, and the context must be longer than the window.
+        Several groups require that all windows have one size, that the layers with a window share one shape, that the
+        layers without a window share one shape, and that some number of layers of one kind needs exactly the memory of
+        one layer of the other. The layers with a window must fill a block, and the context must exceed the window.
 
-        windows: by layer, in tokens. stored_by: as the field. is_of_one_shape: whether all layers must have one shape.
+        windows: by layer, in tokens. stored_by: as the field. is_of_one_shape: require one shape for all layers.
         """
         one_group = cls(stored_by=stored_by)
         looking_back = {layer for layer in windows if not windows[layer]}
@@ -110,15 +111,14 @@ class LayerGroups:
         return cls(num_groups=1 - -len(in_window) // in_block, window=window, places=places, stored_by=stored_by)
 
     def place_of(self, layer: int) -> Place:
-        """Return a layer's place. A layer that reads another layer's keys and values has that layer's place."""
+        """Return a layer's place, or the place of the layer whose keys and values it reads."""
         layer = self.stored_by.get(layer, layer)
         return self.places.get(layer, Place(0, layer))
 
     def in_block(self, layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:
-        """Return the shape of each place of a block.
+        """Return the shape of each place in a block.
 
-        If both kinds of layers fill a place, its shape is the one with more heads, because each head has its own scales
-        in 8-bit types.
+        If layers of two shapes use a place, the shape with more heads counts: in 8-bit types, each head needs scales.
         """
         found: dict[int, LayerShape] = {}
         for layer, shape in layers.items():
@@ -129,9 +129,9 @@ class LayerGroups:
 
 
 def _parts_of_a_place(all_back: set[LayerShape], in_window: set[LayerShape]) -> tuple[int, int] | None:
-    """Return how many layers without a window and how many with a window fill one place. One of the numbers is 1.
+    """Return how many layers without a window, and how many with a window, fill one place. One of the numbers is 1.
 
-    Returns None if no number of layers of one shape takes exactly the memory of a layer of the other shape.
+    Returns None if no number of layers of one shape needs exactly the memory of a layer of the other shape.
     """
     if len(all_back) != 1 or len(in_window) != 1:
         return None
@@ -144,9 +144,9 @@ ONE_GROUP = LayerGroups()
 
 
 class KVCache:
-    """Paged keys and values of every layer. A token's slot is `block_id * block_size + offset`.
+    """Stores keys and values of all layers in blocks. A token's slot is `block_id * block_size + offset`.
 
-    Only kernels write and read keys and values in FP8, with their scales.
+    `write` and `read` do not support FP8: only kernels store and load FP8 keys and values, with their scales.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of all layers."""
+        """The tensors of all layers, including scales. The first dimension counts the blocks."""
         return [*self._keys.values(), *self._values.values(), *self.scales.values()]
 
     @property
@@ -181,9 +181,9 @@ class KVCache:
         return bool(self.scales)
 
     def layer(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the contiguous keys and values [num_blocks, block_size, num_kv_heads, dim] of a layer, for a kernel.
+        """Return a layer's contiguous keys and values for a kernel: [num_blocks, block_size, num_kv_heads, dim].
 
-        The layer must be the only one in its place.
+        The layer must not share its place with others.
         """
         return self._keys[place], self._values[place]
 
@@ -192,7 +192,7 @@ class KVCache:
     ) -> None:
         """Store the keys and values of new tokens. slots: [num_tokens]; keys, values: [num_tokens, num_kv_heads, dim].
 
-        part: the layer's part of a shared place, see `LayerGroups`.
+        part: the layer's part of a shared place, see `Place`.
         """
         at = slots // self.block_size, slots % self.block_size
         for memory, new in ((self._keys[place], keys), (self._values[place], values)):
@@ -209,9 +209,9 @@ class KVCache:
         """Return copies of whole blocks in token order.
 
         block_tables: [..., num_blocks] → keys and values [..., num_blocks * block_size, num_kv_heads, dim].
-        part: as in `write`. like: keys and values of new tokens, needed if a place has room for layers of other shapes.
+        part: as in `write`. like: keys and values of new tokens, required if layers of several shapes use the place.
         """
-        assert like is not None or part == 0, "without a shape there is no part of a place"
+        assert like is not None or part == 0, "a part of a place cannot be read without the layer's shape"
         keys, values = self._keys[place], self._values[place]
         if like is not None:
             keys, values = self._part(keys, part, like[0]), self._part(values, part, like[1])
@@ -221,15 +221,15 @@ class KVCache:
     def read_tokens(
         self, place: int, slots: torch.Tensor, *, part: int, like: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the keys and values of tokens, [num_tokens, num_kv_heads, dim]. slots: [num_tokens]."""
+        """Return copies of single tokens' keys and values, [num_tokens, num_kv_heads, dim]. slots: [num_tokens]."""
         at = slots // self.block_size, slots % self.block_size
         keys, values = self._keys[place], self._values[place]
         return self._part(keys, part, like[0])[at], self._part(values, part, like[1])[at]
 
     def _part(self, memory: torch.Tensor, part: int, new: torch.Tensor) -> torch.Tensor:
-        """Return one layer's part of a place: [num_blocks, block_size, num_kv_heads, dim].
+        """Return a view of one layer's part of a place: [num_blocks, block_size, num_kv_heads, dim].
 
-        new: [num_tokens, num_kv_heads, dim], keys or values of the layer.
+        new: keys or values of the layer, [num_tokens, num_kv_heads, dim].
         """
         return memory.view(self.num_blocks, -1, self.block_size, *new.shape[1:])[:, part]
 
@@ -240,9 +240,9 @@ def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers. dtype: the model's type.
+    """Return the bytes of one block over all layers. dtype: the model's type.
 
-    Without attention layers, return the bytes of the block's bookkeeping.
+    Without attention layers, returns the bytes of a block's bookkeeping on the host.
     """
     stored = stored_dtype(config, dtype)
     num_bytes = config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
@@ -250,16 +250,16 @@ def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: to
 
 
 def _given(config: CacheConfig, gpu_bytes: int | None) -> tuple[str, int]:
-    """Return the setting for the memory of blocks and slots, and its bytes. gpu_bytes: None on a CPU."""
+    """Return the setting that limits the memory of blocks and slots, and its bytes. gpu_bytes: None on a CPU."""
     if gpu_bytes is None:
         return f"memory_gib={config.memory_gib:g}", int(config.memory_gib * GIB)
     return f"gpu_memory_fraction={config.gpu_memory_fraction:g}", gpu_bytes
 
 
 def num_state_slots(config: CacheConfig, state_bytes: int, *, max_running: int, memory_bytes: int) -> int:
-    """Return the number of slots for recurrent states, as configured or by the memory. The slots may not fit.
+    """Return the number of slots for recurrent states: as configured, or derived from the memory. They may not fit.
 
-    state_bytes: bytes of one slot. memory_bytes: for the slots and the KV memory together.
+    state_bytes: bytes of one slot. memory_bytes: the bytes for slots and KV memory together.
     """
     if config.num_state_slots is not None:
         return config.num_state_slots
@@ -269,12 +269,12 @@ def num_state_slots(config: CacheConfig, state_bytes: int, *, max_running: int, 
 def num_state_slots_that_fit(
     config: CacheConfig, state_bytes: int, *, max_running: int, gpu_bytes: int | None = None
 ) -> int:
-    """Return the number of slots for recurrent states, as configured or by the memory settings.
+    """Return the number of slots for recurrent states: as configured, or derived from the memory settings.
 
     state_bytes: bytes of one slot. gpu_bytes: as in `num_blocks_that_fit`.
 
     Raises:
-        InvalidSetup: the slots of one sequence do not fit.
+        InvalidSetup: the derived slots leave no memory for keys and values.
     """
     given, memory_bytes = _given(config, gpu_bytes)
     number = num_state_slots(config, state_bytes, max_running=max_running, memory_bytes=memory_bytes)
@@ -298,13 +298,13 @@ def num_blocks_that_fit(
     draft_bytes: int = 0,
     taken_bytes: int = 0,
 ) -> int:
-    """Return the number of blocks in the pool, as configured or by the memory settings.
+    """Return the number of blocks in the pool: as configured, or derived from the memory settings.
 
     layers, dtype: the shapes in a block, and the model's type. num_groups: groups of layers, each with its own blocks.
 
-    gpu_bytes: bytes that a GPU has left for KV memory (`memory.py`); None on a CPU.
-    draft_bytes: bytes of one block in a draft model's KV memory.
-    taken_bytes: bytes that the states of recurrent layers take from the memory.
+    gpu_bytes: the bytes that a GPU has left for KV memory (`memory.py`); None on a CPU.
+    draft_bytes: the bytes that a draft model adds to each block.
+    taken_bytes: the part of the memory that the states of recurrent layers use.
 
     Raises:
         InvalidSetup: not even one block of each group fits.
@@ -318,7 +318,7 @@ def num_blocks_that_fit(
         return config.num_blocks
     if (
         gpu_bytes is not None and not layers
-    ):  # blocks without layers take only host memory, and the states are on the GPU
+    ):  # blocks without layers use only host memory, while the states are on the GPU
         gpu_bytes, taken_bytes = None, 0
     given, memory_bytes = _given(config, gpu_bytes)
     memory_bytes -= taken_bytes

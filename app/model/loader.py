@@ -1,6 +1,6 @@
-"""Loads a model in the first implementation that supports it, verified by transformers' code.
+"""Loads a model in the first implementation that supports it, and verifies it against transformers' code.
 
-`implementations/` has one file for each implementation. The runner comes with KV memory of a size that fits.
+`implementations/` has one file for each implementation. `load_runner` also sizes and allocates the KV memory.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from app.model.memory import is_out_of_memory, loading_weights, refusing_to_run_
 from app.model.parallel.group import RankGroup
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, module_without_weights, refusing_what_fails
-from app.progress import tell
+from app.progress import report_step
 
 logger = logging.getLogger(__name__)
 
-MIN_INTERVAL_TOKENS = 256  # the least distance between two snapshots of the states of a long prompt
+MIN_INTERVAL_TOKENS = 256  # the smallest distance between two snapshots of recurrent states in a long prompt
 
 
 CheckStates = Callable[[Sequence[StateShape]], object]
@@ -59,22 +59,22 @@ CheckStates = Callable[[Sequence[StateShape]], object]
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A model and the runner of its steps."""
+    """A loaded model, and a runner with its KV memory."""
 
-    config: EngineConfig  # with the backend that runs the model
+    config: EngineConfig  # on a GPU, with the settings of the backend that was chosen
     model: LoadedModel
     runner: TorchModelRunner | GraphModelRunner
     num_blocks: int  # blocks of KV memory
-    draft: LoadedRunner | None = None  # the draft model, with equally many blocks
+    draft: LoadedRunner | None = None  # the draft model, with the same number of blocks
 
 
 def load_runner(
     config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None, keeps_all: bool = False
 ) -> LoadedRunner:
-    """Load the model, or one rank's part of it, and its draft model, and size the KV memory of both.
+    """Load the model, or one rank's part of it, and its draft model, and allocate the KV memory of both.
 
-    All ranks of a group must call this. keeps_all: keep the blocks behind layers' windows, because prefixes are also
-    stored elsewhere.
+    Must be called on all ranks of a group. Sets torch's number of threads for this process. keeps_all: keep the blocks
+    behind layers' windows, because prefixes are also stored elsewhere and need all their blocks.
     """
     num_threads = config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
     torch.set_num_threads(num_threads)
@@ -96,7 +96,7 @@ def load_runner(
         chosen = config_for(config, backend)
         with ladder.trying(backend):
             if model is None or (backend in WITHOUT_DECODER and not isinstance(model, TransformersModel)):
-                model = None  # free this memory before another model takes it
+                model = None  # free this model's memory before another one is loaded
                 model = _load(chosen, group)
             ladder.has_weights, ladder.has_own_decoder = True, not isinstance(model, TransformersModel)
             ladder.note("decoder", model.why_not_ours)
@@ -108,10 +108,10 @@ def load_runner(
                     model = replace(model, why_plain_draws=why_plain_draws(model))
                     ladder.note("sampler", model.why_plain_draws)
                 loaded = load(chosen, model)
-            assert isinstance(loaded.runner, GraphModelRunner), "it is for GPUs"
+            assert isinstance(loaded.runner, GraphModelRunner), "all backends of a GPU use this runner"
             loaded.runner.report(ladder, backend)
             return loaded
-    raise AssertionError("the ladder ends with an error")
+    raise AssertionError("`Ladder.backends` raises if no backend works")
 
 
 def _with_memory(
@@ -123,11 +123,11 @@ def _with_memory(
     group: RankGroup | None,
     keeps_all: bool,
 ) -> LoadedRunner:
-    """Provide KV memory for a loaded model and its draft model, which is loaded here."""
+    """Load the draft model, if any, and allocate KV memory for both models."""
     of_draft = config.of_draft_model
     draft = None if of_draft is None else _load(of_draft, None)
-    if draft is None and not keeps_all:  # a draft model stores its keys and values in the same blocks
-        model = model.giving_back()
+    if draft is None and not keeps_all:  # a draft model uses the same block ids, so no blocks may be freed early
+        model = model.with_window_groups()
     needs_slots = bool(model.states) and config.cache.num_state_slots is None
     is_measured = model.device.type == "cuda" and (config.cache.num_blocks is None or needs_slots)
     gpu_bytes = bytes_for_kv(config, model, gpu_share) if is_measured else None
@@ -153,7 +153,7 @@ def _with_memory(
 
 
 def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int) -> AbstractContextManager[None]:
-    """Return a context for the allocation of the KV memory and the state slots, which explains a lack of memory."""
+    """Return a context that explains a lack of memory. Wrap the allocation of KV memory and state slots in it."""
     if device.type != "cpu":
         return refusing_to_run_short(
             "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction where that is not set"
@@ -167,14 +167,14 @@ def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int)
 
 
 def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int | None) -> tuple[LoadedModel, int]:
-    """Return the model with slots for the states of its recurrent layers, if it has any, and the bytes of all slots.
+    """Return the model with slots for recurrent states in its info, if it needs them, and the bytes of all slots.
 
     gpu_bytes: as in `num_state_slots_that_fit`.
     """
     number, of_state = _num_state_slots(config, model.states, gpu_bytes), state_bytes(model.states)
     if not of_state:
         return model, 0
-    # Take a snapshot each time the keys and values of the tokens since the last one need as much memory as a state.
+    # Space snapshots so that the keys and values of the tokens between two of them need as much memory as a snapshot.
     block_size, of_block = config.cache.block_size, block_bytes(config.cache, model.in_block, dtype=model.dtype)
     num_blocks = max(-(-MIN_INTERVAL_TOKENS // block_size), of_state // of_block)
     model_info = replace(model.model_info, num_state_slots=number, state_interval_tokens=num_blocks * block_size)
@@ -182,7 +182,7 @@ def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int |
 
 
 def _num_state_slots(config: EngineConfig, states: Sequence[StateShape], gpu_bytes: int | None = None) -> int:
-    """Return the number of state slots. Raises InvalidSetup if the slots of one sequence do not fit."""
+    """Return the number of state slots, 0 without recurrent layers. Raises InvalidSetup if they do not fit."""
     if not states:
         return 0
     max_running = config.scheduler.max_running
@@ -210,7 +210,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     logger.info("%s", model.abilities)
-    tell("providing the KV memory")
+    report_step("providing the KV memory")
     runner = model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
     return LoadedRunner(config, model, runner, num_blocks)
 
@@ -225,12 +225,12 @@ def load_model(
     group: RankGroup | None = None,
     check_states: CheckStates | None = None,
 ) -> LoadedModel:
-    """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
+    """Load weights from safetensors and verify the model on a few tokens. Code from a model repository never runs.
 
     block_size: tokens in a block of KV memory; native code supports only some sizes.
-    checks: a folder that stores which local models are verified, to skip their trial, and locks for shared weights.
-    group: the ranks that each load one part of the model; all of them call this function.
-    check_states: receives the states of a model with recurrent layers before its weights are read, and may raise.
+    checks: a folder for locks of shared weights, and for a record of verified local models, which skip the trial.
+    group: the ranks that each load one part of the model; all of them must call this function.
+    check_states: called with the states of a recurrent model on a CPU before its weights are read; may raise.
 
     Raises:
         InvalidSetup: the model or the device does not exist, or the model cannot be quantised as configured.
@@ -242,18 +242,20 @@ def load_model(
         cache=checks, group=group,
     )  # fmt: skip
     with refusing_what_fails(config.path, group):
-        return _by_first_way(source, chosen, check_states)
+        return _load_in_first_implementation(source, chosen, check_states)
 
 
-def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckStates | None) -> LoadedModel:
-    """Return the model in the first implementation that supports it. chosen: the number type and its reason."""
+def _load_in_first_implementation(
+    source: ModelSource, chosen: ChosenDtype, check_states: CheckStates | None
+) -> LoadedModel:
+    """Load the model in the first implementation that supports it. chosen: the number type and its reason, to log."""
     config = source.config
     way = _decoder_for(config, source.device)
     reason = way.why_not_here(source)
     if reason is not None and config.quantization != "none":
         raise refused_quantization(config, reason)
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
-    if reason is None and way is NativeModel and (before := NativeModel.verified_before(source)) is not None:
+    if reason is None and way is NativeModel and (before := NativeModel.load_if_verified(source)) is not None:
         return before
     _check_before_weights(source, check_states)
     if reason is not None:
@@ -269,7 +271,7 @@ def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckS
 
 
 def _check_before_weights(source: ModelSource, check_states: CheckStates | None) -> None:
-    """Refuse a checkpoint that is wrong by its configuration or the names of its weights."""
+    """Refuse a checkpoint early, by its configuration and the names of its weights, without reading any weights."""
     folder = Path(source.location)
     if source.whole.get_text_config() is not source.whole and folder.is_dir():
         module = module_without_weights(source, source.dtype)
@@ -293,11 +295,11 @@ def _on_transformers_code(source: ModelSource, own: TransformersModel, reason: s
 def _verified(
     way: type[CudaModel | NativeModel], source: ModelSource, own: TransformersModel
 ) -> CudaModel | NativeModel | str:
-    """Return the verified model in an implementation; or the reason, already logged, if its outputs are wrong.
+    """Load a model in our decoder and verify it. Returns the model, or the reason if its outputs are wrong.
 
-    All ranks of a group call this. If one rank finds a difference, no rank uses the implementation.
+    The reason has already been logged. Must be called on all ranks: if outputs differ on one, no rank uses the decoder.
     """
-    tell("comparing its outputs with those of transformers' code (once)")
+    report_step("comparing its outputs with those of transformers' code (once)")
     expected = own.expected.with_first_logits(own.module)
     try:
         model = way.load(source, own, expected)

@@ -1,8 +1,8 @@
-"""Divides the memory of a GPU: a replica's needs beside its KV memory, and the memory left for KV.
+"""Divides a GPU's memory between KV memory and everything else that a replica needs.
 
-The same functions size a replica when it starts and predict its memory from a model's configuration
-(`deployments/plan`). They need only numbers and run on any machine. This project has not yet measured any of the
-constants on a GPU.
+The same functions size a replica at its start and predict its memory from a model's configuration
+(`deployments/plan`). They need only numbers, so they run on any machine. None of the constants has been measured on a
+GPU by this project yet.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 from app.config import GIB
 from app.errors import TooLittleMemory, first_line
 from app.model.attention import StateShape
-from app.progress import tell
+from app.progress import report_step
 
-# The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
-# https://github.com/JBjoernskov/Twin4Build/issues/134), and a reserve for kernels that are compiled later.
+# The CUDA context with the code of all kernels, which torch's allocator does not count: 0.5 GiB on an A100 (the
+# baseline in https://github.com/JBjoernskov/Twin4Build/issues/134) and a reserve for kernels that are compiled later.
 CONTEXT_BYTES = GIB * 6 // 10
-# torch gives cuBLAS this much on each stream: 32 MiB on Hopper and newer cards, 8 MiB on older ones.
+# torch allocates this workspace for cuBLAS on each stream: 32 MiB on Hopper and newer cards, 8 MiB on older ones.
 WORKSPACE_BYTES = 32 * 1024**2
 
-# A replica's process on a CPU without its model: 0.44 GiB for Python with torch, transformers and Ray; the rest is
-# for thread buffers and for requests.
+# A CPU replica's process without its model: 0.44 GiB for Python with torch, transformers and Ray; the rest is reserved
+# for thread buffers and requests.
 PROCESS_BYTES = GIB * 6 // 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """Bytes that a replica needs beside its KV memory, on a GPU or on a machine with CPUs."""
+    """The bytes that a replica needs beside its KV memory, on a GPU or on a CPU."""
 
     weights: int
-    step: int  # the largest step: activations, attention's partial results, logits, sampling
-    graphs: int  # memory of the captured steps, and the graphs themselves
-    workspaces: int  # of libraries such as cuBLAS
-    context: int = CONTEXT_BYTES  # on a CPU: the process
-    adapters: int = 0  # loaded LoRA adapters; on a GPU all that may be loaded
+    step: int  # the largest step: activations, partial results of attention, logits, sampling
+    graphs: int  # the scratch memory of captured steps, and the graphs themselves
+    workspaces: int  # scratch memory of libraries such as cuBLAS
+    context: int = CONTEXT_BYTES  # the CUDA context; on a CPU, the process without its model
+    adapters: int = 0  # loaded LoRA adapters; on a GPU, as many as may be loaded
 
     @property
     def total(self) -> int:
@@ -51,29 +51,29 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """A GPU's memory, and the part that one replica may take."""
+    """A GPU's memory in bytes, and the part that one replica may use."""
 
     total: int
     fraction: float = 0.9  # `cache.gpu_memory_fraction`
-    share: float = 1.0  # `replicas.num_gpus`: this replica's share of the card
-    used_by_others: int = 0  # outside this process's torch allocator, including this process's context
+    share: float = 1.0  # this replica's share of the card, `replicas.num_gpus`
+    used_by_others: int = 0  # everything outside this process's torch allocator, including the process's own context
 
     @property
     def granted(self) -> int:
-        """Bytes that this replica may use in total."""
+        """The bytes that this replica may use in total."""
         return int(self.total * self.share * self.fraction)
 
     def left_for_kv(self, needs: MemoryNeeds) -> int:
-        """Return the bytes for KV memory; negative if memory is missing.
+        """Return the bytes left for KV memory; negative if the needs alone do not fit.
 
-        Other replicas on the card may use their shares: only memory used beyond these shares is subtracted.
+        Other replicas on the card may use their own shares; only their use beyond that is subtracted.
         """
         of_others = max(0, self.used_by_others - needs.context)
         beyond_their_share = max(0, of_others - int(self.total * (1 - self.share)))
         return self.granted - needs.total - beyond_their_share
 
     def check(self, needs: MemoryNeeds, *, block_bytes: int) -> None:
-        """Raise TooLittleMemory, with the numbers, if not even one block fits beside the needs."""
+        """Raise TooLittleMemory if not even one block fits beside the needs. The message lists all numbers."""
         left = self.left_for_kv(needs)
         if left >= block_bytes:
             return
@@ -91,7 +91,7 @@ class GpuMemory:
 
 
 def gpu_memory(device: torch.device, *, fraction: float, share: float) -> GpuMemory:
-    """Return the current memory of a CUDA device. Frees the memory that torch caches first."""
+    """Free the memory that torch caches, and return the current use of a CUDA device."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
@@ -99,9 +99,9 @@ def gpu_memory(device: torch.device, *, fraction: float, share: float) -> GpuMem
 
 
 def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
-    """Return the memory of captured steps.
+    """Return the bytes of captured steps and their graphs.
 
-    step: bytes of the largest step, including its logits; the other steps reuse this memory.
+    step: bytes of the largest step, including its logits; smaller steps reuse this memory.
     num_kernels: launches in one step.
     """
     # Bytes of one kernel in a replayable graph (https://github.com/NVIDIA/cccl/pull/3768).
@@ -110,12 +110,12 @@ def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
 
 
 def state_bytes(states: Iterable[StateShape]) -> int:
-    """Return the bytes of one slot: the states of all recurrent layers for one sequence; 0 without such layers."""
+    """Return the bytes of one state slot, which stores the states of all recurrent layers for one sequence."""
     return sum(shape.num_bytes for shape in states)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device had too little memory. The CUDA driver's error has no class of its own."""
+    """Return whether a device ran out of memory. Errors of the CUDA driver are only recognisable by their message."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
@@ -123,17 +123,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def loading_weights() -> Iterator[None]:
-    """Wrap the load of a model's weights. Raises TooLittleMemory as `refusing_to_run_short`."""
-    tell("loading the weights")
+    """Wrap the load of a model's weights, and report progress. Raises TooLittleMemory like `refusing_to_run_short`."""
+    report_step("loading the weights")
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         yield
 
 
 @contextmanager
 def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
-    """Wrap work at the start of a replica, to explain a lack of memory.
+    """Wrap work at a replica's start, to explain a lack of memory.
 
-    Raises TooLittleMemory, with the free memory and the fix, if the device has too little memory for the work.
+    Raises TooLittleMemory, with the allocator's message and the fix, if the device runs out of memory.
     """
     try:
         yield

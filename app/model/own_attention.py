@@ -1,9 +1,9 @@
-"""Support for models with attention code of their own, which ignores the attention function that it is given.
+"""Supports models whose attention code cannot be replaced, because it ignores transformers' attention interface.
 
-Such code still reads the keys and values of earlier tokens from transformers' cache object. This module fills that
-object from the blocks of one sequence, and writes the new keys and values back to blocks. So ALiBi, masks and all other
-rules of the model apply. The code does not support packed rows: the sequences of a step run one after another, and
-each sequence reads all weights.
+Their code still reads the keys and values of earlier tokens from transformers' cache object. This module fills the
+cache object from one sequence's blocks, and writes the new keys and values back to blocks. ALiBi, masks and all other
+rules of the model therefore apply. The code does not support packed rows, so the sequences of a step run one after
+another, and each one reads all weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-def attend_by_own_code(module: PreTrainedModel) -> None:
-    """Make a module use its own attention. transformers' method for this has no effect on old code."""
+def keep_own_attention(module: PreTrainedModel) -> None:
+    """Make a module use its own attention. transformers' `set_attn_implementation` has no effect on old code."""
     from transformers import PreTrainedConfig
 
     for part in module.modules():
@@ -33,23 +33,23 @@ def attend_by_own_code(module: PreTrainedModel) -> None:
 
 
 def run_forward(module: PreTrainedModel, step: AttentionStep | CacheProbe | None, **given: Any) -> Any:
-    """Return the output of a module in a step. given: keyword arguments beside those that carry the step."""
+    """Run a module in a step, with any kind of attention, and return its output. given: other keyword arguments."""
     if isinstance(step, CacheProbe | OwnStep):
         return step.run(module, **given)
     return module(**given, use_cache=False, paged=step)
 
 
 class CacheProbe:
-    """A forward pass over one sequence from its start, which records the layers' shapes in the cache object."""
+    """A step for one whole sequence, which records the shapes of the keys and values in the cache object."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
-        self.rules: dict[int, AttentionRules] = {}  # stays empty: the model's code applies its rules
+        self.rules: dict[int, AttentionRules] = {}  # stays empty, because the model's code applies its own rules
         self.states: list[StateShape] = []  # stays empty
         self.stored_by: dict[int, int] = {}  # stays empty
 
     def run(self, module: PreTrainedModel, **given: Any) -> Any:
-        """Return the output of the module. given: its keyword arguments."""
+        """Run the module and return its output. Raises UnknownAttention if it does not use the cache object."""
         cache = _cache()
         output = _call(module, cache, given)
         if not cache.layers:
@@ -62,7 +62,7 @@ class CacheProbe:
 
 
 class OwnAttention:
-    """KV memory in blocks for a model with its own attention. A step holds tokens of only one sequence."""
+    """KV memory in blocks for a model with its own attention. A step may contain only one sequence."""
 
     def __init__(self, cache: KVCache, layers: Mapping[int, LayerShape], device: torch.device) -> None:
         self.block_size = cache.block_size
@@ -78,7 +78,7 @@ class OwnAttention:
 
 
 class OwnStep:
-    """One step of one sequence."""
+    """A step of one sequence. `run` moves keys and values between its blocks and the model's cache object."""
 
     def __init__(self, attention: OwnAttention, blocks: torch.Tensor, num_before: int, slots: torch.Tensor) -> None:
         """blocks: the blocks of the `num_before` earlier tokens. slots: the slots of the new tokens."""
@@ -93,7 +93,7 @@ class OwnStep:
         raise UnknownAttention("the model attends by its own code")
 
     def run(self, module: PreTrainedModel, **given: Any) -> Any:
-        """Return the output of the module. given: its keyword arguments."""
+        """Run the module with the sequence's cached tokens, store the new keys and values, and return the output."""
         memory, cache = self._attention.cache, _cache()
         if self._num_before:
             for layer in self._attention.layers:
@@ -113,7 +113,7 @@ def _cache() -> Cache:
 
 
 def _call(module: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Any:
-    """Return the output of a module, with logits only for the wanted tokens."""
+    """Run a module and return its output, with logits for `logits_to_keep` only, even if old code computes all."""
     known = signature(module.forward).parameters
     wanted = given.get("logits_to_keep", 0)
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -125,9 +125,9 @@ def _call(module: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Any:
 
 
 def _added(cache: Cache, num_tokens: int, *, num_before: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the keys and values of the new tokens by layer, [num_tokens, num_kv_heads, dim] each.
+    """Return each layer's keys and values of the new tokens, [num_tokens, num_kv_heads, dim] each.
 
-    Raises UnknownAttention if a layer stores anything else than one key and one value for each token.
+    Raises UnknownAttention unless every layer stores exactly one key and one value for each token.
     """
     added = []
     for layer in cache.layers:

@@ -1,6 +1,6 @@
 """Predicts a replica's memory from its model's config.json alone, for the planner and for engines that sleep.
 
-The same code counts the memory of a replica that has loaded its weights.
+The predictions use the same code (`LoadedModel.needs`) that sizes a replica with loaded weights.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from app.model.source import ModelSource, refusing_what_fails
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMemory:
-    """The memory that a replica would take, in bytes, and the parts of its KV memory."""
+    """The memory that a replica would need, with the sizes of its KV blocks and state slots."""
 
     needs: MemoryNeeds
     block_bytes: int
-    sequence_blocks: int  # blocks of a sequence of full length, including the blocks inside its windows
+    sequence_blocks: int  # blocks of a sequence of full length, over all groups of layers
     context: int  # tokens of the longest sequence
-    dtype: str  # type of weights and KV memory, if they are not quantised
+    dtype: str  # the type of weights and KV memory unless they are quantised
     abilities: Abilities
-    state_bytes: int = 0  # bytes of one slot for recurrent states; 0 without recurrent layers
+    state_bytes: int = 0  # bytes of one state slot; 0 without recurrent layers
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of KV memory for a sequence of full length."""
+        """The bytes of KV memory that a sequence of full length needs."""
         return self.sequence_blocks * self.block_bytes
 
     def num_slots(self, config: EngineConfig, memory_bytes: int) -> int:
-        """Return the number of state slots. memory_bytes: for the slots and the KV memory together."""
+        """Return the number of state slots. memory_bytes: the bytes for slots and KV memory together."""
         if not self.state_bytes:
             return 0
         max_running = config.scheduler.max_running
         return num_state_slots(config.cache, self.state_bytes, max_running=max_running, memory_bytes=memory_bytes)
 
     def beside(self, draft: PlannedMemory) -> PlannedMemory:
-        """Return the memory together with a draft model, which has KV memory in equally many blocks."""
+        """Return the memory of this model and a draft model together. The draft adds to every block's bytes."""
         needs = replace(
             self.needs, weights=self.needs.weights + draft.needs.weights, step=self.needs.step + draft.needs.step
         )
@@ -65,7 +65,7 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAdapters:
-    """Loaded LoRA adapters that change every linear layer that adapters may change."""
+    """A number of loaded LoRA adapters of one rank. Each is assumed to change every layer that adapters can change."""
 
     number: int = 0
     rank: int = 16
@@ -74,12 +74,12 @@ class PlannedAdapters:
 def planned_cpu_memory(
     config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters(), *, has_peers: bool = False
 ) -> PlannedMemory:
-    """Return the sizes of a replica on a CPU like the CPU of this machine.
+    """Plan a replica on a CPU of the same kind as this machine's.
 
-    has_peers: whether replicas fetch prefixes from one another; blocks behind windows are then kept.
+    has_peers: whether replicas fetch prefixes from one another, which requires blocks behind windows to be kept.
 
     Raises:
-        InvalidSetup: the model does not exist, its context length is unknown, or the adapters' rank is too high.
+        InvalidSetup: the model does not exist, its context length is unknown, or the adapters' rank is not supported.
         UnsupportedModel: the model cannot be served, or the native decoder cannot compute it.
     """
     if adapters.rank > MAX_RANK:
@@ -93,24 +93,24 @@ def planned_cpu_memory(
 
 
 class DeviceMemory(NamedTuple):
-    """A device for engines that sleep, and the memory that one engine needs on it."""
+    """A device that engines share by sleeping, and the memory that one of them needs."""
 
     name: str
-    total_bytes: int  # for all engines
-    needed_bytes: int | None  # bytes that sleep frees; None: all remaining memory
+    total_bytes: int  # for all engines on the device
+    needed_bytes: int | None  # the bytes that the engine frees when it sleeps; None: all memory that is left
 
 
 def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceMemory:
-    """Predict the memory quickly: on a CPU, a model that was verified earlier needs no transformers.
+    """Predict the memory of an engine that may sleep. Fast for a verified model on a CPU, which needs no transformers.
 
     has_peers: as in `planned_cpu_memory`.
 
     Raises:
-        InvalidSetup: the engine's memory cannot be planned, so the engine cannot sleep.
+        InvalidSetup: the engine's memory cannot be planned, so the engine must not sleep.
     """
     cache = config.cache
     if device_of(config.model).type == "cpu":
-        share = 0.9  # the rest is for processes and the system
+        share = 0.9  # leave the rest to processes and the system
         return DeviceMemory("cpu", int(share * memory_of_machine()), _needs_to_sleep_on_cpu(config, has_peers))
     card, planned = torch.cuda.get_device_properties(0), planned_memory(config)
     total, needed = int(cache.gpu_memory_fraction * card.total_memory), None
@@ -120,7 +120,7 @@ def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceM
 
 
 def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
-    """Return the bytes of weights, KV memory and the largest step."""
+    """Return the bytes of weights, KV memory and the largest step, including those of a draft model."""
     cache, of_draft = config.cache, config.of_draft_model
     try:
         planned = _planned_by_cache(config, keeps_all=has_peers)
@@ -134,22 +134,19 @@ def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
 
 
 def _bytes_of_blocks(config: EngineConfig, planned: PlannedMemory, memory_bytes: int) -> int:
-    """Return the bytes of the configured number of blocks, and of the state slots.
-
-    memory_bytes: as in `num_slots`.
-    """
+    """Return the bytes of the configured number of blocks and of the state slots. memory_bytes: as in `num_slots`."""
     cache = config.cache
-    assert cache.num_blocks is not None, "the settings give the number"
+    assert cache.num_blocks is not None, "cache.num_blocks is not set"
     num_slots = planned.num_slots(config, memory_bytes)
     return cache.num_blocks * planned.block_bytes + num_slots * planned.state_bytes
 
 
 def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
-    """Return the sizes of a replica on a GPU, or of each of its ranks, at its start. Needs no GPU.
+    """Plan a replica on a GPU, or each of its ranks. Needs no GPU.
 
     Raises:
         InvalidSetup: the model does not exist, its context length is unknown, or the ranks cannot share it.
-        UnsupportedModel: the model cannot be served, or its sizes do not follow from its configuration.
+        UnsupportedModel: the model cannot be served, or its config.json does not determine its sizes.
     """
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
     model = planned_gpu_model(config, dtype=dtype, num_ranks=num_ranks)
@@ -161,7 +158,7 @@ def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory
 
 @torch.inference_mode()
 def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> CudaModel | TransformersModel:
-    """Build a model, or one rank's part of it, on the meta device, with sizes and no weights."""
+    """Build a model, or one rank's part, on the meta device, without weights. Prefers our decoder for CUDA."""
     source = _source(config, dtype)
     with refusing_what_fails(config.model.path):
         own = TransformersModel.planned(source, num_ranks=num_ranks)
@@ -174,7 +171,7 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
 
 @torch.inference_mode()
 def planned_native_model(config: EngineConfig) -> NativeModel:
-    """Build the model for the C++ decoder. Raises UnsupportedModel if that cannot compute it on this machine."""
+    """Build the model for the C++ decoder, without weights. Raises UnsupportedModel if it is not supported."""
     source = _source(config, _dtype_on_cpu(config))
     with refusing_what_fails(config.model.path):
         return NativeModel.planned(source, TransformersModel.planned(source))
@@ -182,7 +179,7 @@ def planned_native_model(config: EngineConfig) -> NativeModel:
 
 @torch.inference_mode()
 def _planned_by_cache(config: EngineConfig, *, keeps_all: bool) -> PlannedMemory:
-    model = NativeModel.verified_before(_source(config, _dtype_on_cpu(config)))
+    model = NativeModel.load_if_verified(_source(config, _dtype_on_cpu(config)))
     return _planned(config, planned_native_model(config) if model is None else model, keeps_all=keeps_all)
 
 
@@ -202,9 +199,9 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 
 
 def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = False) -> PlannedMemory:
-    """keeps_all: keep blocks behind windows. Tiers and draft models keep these blocks in any case."""
+    """keeps_all: plan to keep the blocks behind windows, which tiers and draft models always need."""
     if not (keeps_all or config.cache.tiers or config.of_draft_model):
-        model = model.giving_back()
+        model = model.with_window_groups()
     block_size, model_info = config.cache.block_size, model.model_info
     pool = BlockPool.of(model_info, config.scheduler, num_blocks=0, block_size=block_size)
     return PlannedMemory(

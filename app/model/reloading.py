@@ -49,7 +49,7 @@ class ReloadingRunner(ModelRunner):
         """Free the model, and return the memory that the allocator caches to the system."""
         memory = self.kv_memory()
         if memory is not None:
-            memory.leave()  # a thread that waits for a folder may still reference it
+            memory.release()  # a thread that waits for a folder may still reference it
         self._runner = None
         gc.collect()
         libc = ctypes.CDLL(None)

@@ -102,11 +102,11 @@ class Sampler:
         if not greedy:
             return self.draw(logits, rows, items)
         if len(greedy) == len(items):
-            return _likeliest(logits, rows, likeliest)
+            return _argmax(logits, rows, likeliest)
         drawn = sorted(set(range(len(items))).difference(greedy))
         return _in_order(
             [
-                (greedy, _likeliest(logits, [rows[at] for at in greedy], likeliest)),
+                (greedy, _argmax(logits, [rows[at] for at in greedy], likeliest)),
                 (drawn, self.draw(logits, [rows[at] for at in drawn], [items[at] for at in drawn])),
             ]
         )
@@ -170,7 +170,7 @@ def _penalties_of_bytes(device: torch.device) -> torch.Tensor:
     return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
 
 
-def _likeliest(logits: torch.Tensor, rows: Sequence[int], known: torch.Tensor | None) -> torch.Tensor:
+def _argmax(logits: torch.Tensor, rows: Sequence[int], known: torch.Tensor | None) -> torch.Tensor:
     """rows: a list of rows, or a range, which must start at 0 and cover all rows in use."""
     of_all = logits if known is None else known
     of_rows = of_all[: len(rows)] if isinstance(rows, range) else of_all[to_device(rows, logits.device)]

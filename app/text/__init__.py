@@ -1,4 +1,4 @@
-"""Text: tokenizers, chat templates, incremental decoding, stop strings. No torch here."""
+"""Tokenizers, chat templates, incremental decoding and stop strings. No torch here."""
 
 from app.text.detokenizer import Detokenizer, TokenOffsets
 from app.text.generated_text import GeneratedText, TextDelta

@@ -1,4 +1,4 @@
-"""Conversations adapted to chat templates, which may not support tools or some roles."""
+"""Adapts conversations to chat templates that do not support tools, tool calls or some roles."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ You are provided with function signatures within <tools></tools> XML tags:
 For each function call, return a json object with function name and arguments within {begin}{end} XML tags:
 {begin}
 {{"name": <function-name>, "arguments": <args-json-object>}}
-{end}"""  # the text that Hermes and Qwen 2.5 models use, which most small models saw in training
+{end}"""  # the text of Hermes and Qwen 2.5 models, which most small models have seen in training
 
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The marks before, between and after the JSON objects of calls in the text of a message."""
+    """The marks before, between and after calls that are written as JSON objects into a message."""
 
     begin: str
     between: str
@@ -36,7 +36,7 @@ class CallMarks:
 
 
 _HERMES_MARKS = CallMarks(f"{CALL_BEGIN}\n", f"\n{CALL_END}\n{CALL_BEGIN}\n", f"\n{CALL_END}")
-# For templates that show tools but not calls: the marks that their models write, by a text in the template.
+# Maps a text in a family's template to the marks that its models write, for templates that show tools but not calls.
 _MARKS_OF_FAMILIES = {
     "<|tool_list_start|>": CallMarks("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),  # LFM2
     "<|tool_call|>": CallMarks("<|tool_call|>[", ", ", "]"),  # Granite 3
@@ -48,26 +48,26 @@ class TemplateTraits:
     """The parts of a conversation that a chat template writes into the prompt."""
 
     tools: bool
-    calls: bool  # calls in messages of the assistant, and their results
-    results: bool  # messages of the role `tool`
-    call_marks: CallMarks  # marks for calls if the template does not write calls
-    developer: bool  # messages of the role `developer`
-    system: bool  # a first message of the role `system`
-    later_system: bool  # more messages of the role `system`, at any place
+    calls: bool  # calls in the assistant's messages
+    results: bool  # messages with the role `tool`
+    call_marks: CallMarks  # marks for calls if the template does not write them itself
+    developer: bool  # messages with the role `developer`
+    system: bool  # a first message with the role `system`
+    later_system: bool  # more messages with the role `system`, anywhere in the conversation
 
 
 def call_marks_of(template: str) -> CallMarks:
-    """Return the marks with which calls are written into messages if the chat template does not write calls."""
+    """Return the marks for writing calls into messages if the chat template does not write calls itself."""
     return next((marks for text, marks in _MARKS_OF_FAMILIES.items() if text in template), _HERMES_MARKS)
 
 
 def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    """Return the conversation for a template with these traits. No text is lost or reordered.
+    """Adapt a conversation to a template with these traits. No text is lost or reordered.
 
-    Tools go into the system message if the template does not write tools. Calls and results go into the text of
-    messages if the template does not write calls, in the format of Hermes models or of the template's own model.
-    `developer` becomes `system`. If a template takes only one system message, the first system messages are joined, and
-    later ones become user messages. If a template takes no system message, the first one also becomes a user message.
+    If the template does not write tools, the system message lists them. If it does not write calls, calls and results
+    become text, in the format of its own model family or else of Hermes models. `developer` becomes `system` where it
+    is not supported. If the template accepts only one system message, the leading ones are joined, and later ones
+    become user messages. If it accepts none, the leading one becomes a user message as well.
     """
     adapted = list(messages)
     if not traits.developer:
@@ -83,7 +83,7 @@ def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: Templ
 
 
 def joined_turns(messages: Sequence[Message]) -> list[Message]:
-    """Join consecutive messages of the user, and of the assistant, into one message."""
+    """Join consecutive user messages, and consecutive assistant messages, because some templates refuse them."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -96,7 +96,7 @@ def joined_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return the conversation with each content as a list of parts, for templates that do not take plain text."""
+    """Turn each content into a list of parts, for templates that do not accept plain text."""
     return [
         {**each, "content": [{"type": "text", "text": each["content"]}] if each["content"] else []} for each in messages
     ]
@@ -127,7 +127,7 @@ def _with_calls_as_text(message: Message, traits: TemplateTraits) -> Message:
 
 
 def _call_text(function: Mapping[str, str]) -> str:
-    """Return a call as a JSON object, with its arguments exactly as the model wrote them."""
+    """Return a call as a JSON object. Its arguments stay exactly as the model wrote them."""
     return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}}}'
 
 

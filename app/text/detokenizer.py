@@ -1,6 +1,6 @@
 """Incremental decoding of one request's token ids. No character is split or held back forever. No torch here.
 
-The window with a settled front comes from TGI and vLLM. The limit of the text that may be held back is Carousel's own.
+The window with a settled prefix comes from TGI and vLLM. Carousel adds the limit on the text that may be held back.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from app.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A UTF-8 character has at most four bytes and a visible token at least one, so an unfinished character began at most
-# three tokens ago.
+# A UTF-8 character has at most four bytes, and a visible token has at least one. Therefore an unfinished character
+# began at most three tokens ago.
 MAX_UNFINISHED_TOKENS = 3
 MAX_WINDOW_TOKENS = 12
 
@@ -20,12 +20,13 @@ MAX_WINDOW_TOKENS = 12
 class Detokenizer:
     """Incremental decoding with bounded work per token.
 
-    The pieces of all `push` calls and of the final `flush` are together the text of all ids, however the ids were
-    grouped. (This holds exactly for byte-level tokenizers. A tokenizer with byte fallback replaces a whole run of byte
-    tokens if one byte is invalid; characters that were already returned stay as they were.)
+    The results of all `push` calls and of the final `flush` form the text of all ids, however the ids were grouped.
+    This holds exactly for byte-level tokenizers. A tokenizer with byte fallback replaces a whole run of byte tokens if
+    one byte is invalid, but characters that were returned already do not change. A token's text may depend on the token
+    before it, so the window keeps settled tokens, which are fully returned, before the unsettled ones:
 
-        window   [ settled: text returned, kept because a token's text may depend on its left neighbour | unsettled ]
-        text     [ returned: num_shown characters                                             | held back           ]
+        window   [ settled tokens                 | unsettled tokens ]
+        text     [ returned: num_shown characters      |  held back  ]
     """
 
     __slots__ = ("_are_independent", "_hidden", "_num_settled", "_num_shown", "_tokenizer", "_window")
@@ -37,7 +38,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`shown_token_ids` are shown even if they are special tokens and `skip_special_tokens` is set."""
+        """`shown_token_ids` are shown even if `skip_special_tokens` hides other special tokens."""
         self._tokenizer = tokenizer
         self._are_independent = tokenizer.token_bytes.are_independent
         self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
@@ -48,13 +49,13 @@ class Detokenizer:
         self._num_shown = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that no later token can change."""
+        """Decode the next ids and return the new text that no later token can change."""
         if len(token_ids) == 1:  # nearly always
             return "" if token_ids[0] in self._hidden else self._push_one(token_ids[0])
         return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._hidden])
 
     def flush(self) -> str:
-        """Return the text that was held back. Call this method after the last token."""
+        """Return the text that is still held back. Call this after the last token."""
         text = self._decode()
         piece = text[self._num_shown :]
         self._num_shown = len(text)
@@ -63,7 +64,7 @@ class Detokenizer:
     def _push_one(self, token_id: int) -> str:
         if self._are_independent and self._num_settled == len(self._window):
             piece = self._tokenizer.token_text(token_id)
-            if piece and REPLACEMENT not in piece:  # whole characters, independent of the neighbours
+            if piece and REPLACEMENT not in piece:  # whole characters, which do not depend on the neighbours
                 self._window[:] = (token_id,)
                 self._num_settled, self._num_shown = 1, len(piece)
                 return piece
@@ -74,7 +75,7 @@ class Detokenizer:
             if piece or not text:
                 self._settle()
             else:
-                self._window.pop()  # a token without text, which could push a visible neighbour out of the window
+                self._window.pop()  # a token without text must not push a visible neighbour out of the window
             return piece
         piece = text[self._num_shown : self._end_of_certain_text(text)]
         self._num_shown += len(piece)
@@ -83,23 +84,23 @@ class Detokenizer:
         return piece
 
     def _end_of_certain_text(self, text: str) -> int:
-        """Return the end of the text that no later token can change, which excludes unfinished characters."""
+        """Return the end of the text that no later token can change. Unfinished characters come after it."""
         if len(self._window) - self._num_settled <= MAX_UNFINISHED_TOKENS:
             return len(text.rstrip(REPLACEMENT))
         return len(text) - 1
 
     def _settle(self) -> None:
-        """Keep only the newest tokens, as left neighbours of the next tokens. Call this if no text is held back."""
+        """Keep only the newest tokens, on which the next token's text may depend. Call this if no text is held back."""
         del self._window[: self._num_settled]
         self._num_settled = len(self._window)
-        if self._num_settled == 1:  # nearly always; `token_text` remembers its results
+        if self._num_settled == 1:  # the usual case; `token_text` caches its results
             self._num_shown = len(self._tokenizer.token_text(self._window[0]))
         else:
             self._num_shown = len(self._decode())
 
     def _cut(self, num_held: int) -> None:
-        """Shorten a window that does not settle. UTF-8 resynchronizes at the next first byte of a character, so a
-        window that holds the whole unfinished character has the same end as the longer window."""
+        """Shorten a window that does not settle. UTF-8 resynchronizes at the first byte of each character, so a window
+        that contains the whole unfinished character decodes to the same end as the longer window."""
         del self._window[: -(MAX_UNFINISHED_TOKENS + 1)]
         self._num_settled = 0
         self._num_shown = max(0, len(self._decode()) - num_held)
@@ -109,9 +110,9 @@ class Detokenizer:
 
 
 class TokenOffsets:
-    """Offsets of the tokens' texts in the text of all tokens, in characters.
+    """Computes where each token's text begins in the text of all tokens, in characters.
 
-    Tokens that form one character together all have the offset of that character.
+    Tokens that together form one character share its offset.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -119,7 +120,7 @@ class TokenOffsets:
         self._num_characters = 0
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Return one offset for each of the next tokens."""
+        """Return the offsets of the next tokens, one for each."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._num_characters)

@@ -1,4 +1,4 @@
-"""Separates the reasoning that a model writes before its answer, between two marks, while the text arrives."""
+"""Separates the reasoning that a model writes between two marks before its answer, while the text arrives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tokenizer import Tokenizer
 from app.text.tool_calls.parser import MAX_HELD_BLANKS
 
@@ -17,10 +17,10 @@ class ReasoningMarks:
 
     begin: str
     end: str
-    special_texts: tuple[str, ...]  # texts that may be special tokens in the vocabulary
+    special_texts: tuple[str, ...]  # texts that may be special tokens in a model's vocabulary
 
     def are_open(self, text: str) -> bool:
-        """Return whether a text ends within reasoning."""
+        """Return whether the last mark in a text begins reasoning that is not closed."""
         return text.rfind(self.begin) > text.rfind(self.end)
 
 
@@ -35,7 +35,7 @@ MARKS = (
 
 
 def marks_of(tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """Return the marks in the model's chat template; None for a model that does not mark reasoning."""
+    """Return the marks that occur in the model's chat template, or None if the model does not mark reasoning."""
     return next((marks for marks in MARKS if tokenizer.has_in_template(marks.end)), None)
 
 
@@ -48,38 +48,38 @@ class Reasoning:
 
 
 class ReasoningPhase(Enum):
-    """The position of the text so far."""
+    """The part of the output that has been reached."""
 
-    BEFORE = auto()  # only white space, and perhaps the start of the first mark
+    BEFORE = auto()  # only white space so far, and perhaps a prefix of the first mark
     INSIDE = auto()
-    BEHIND = auto()  # after the mark that ends the reasoning, without text of the answer
+    BEHIND = auto()  # after the closing mark, but before the answer's first character
     ANSWER = auto()
 
 
 class SplitText(NamedTuple):
-    """The reasoning and the answer's text in a piece of text."""
+    """A piece of text, split into reasoning and answer."""
 
     reasoning: str
     text: str
 
 
 class ReasoningSplitter:
-    """Separates the reasoning from one text. White space beside a mark belongs to the mark.
+    """Separates the reasoning from the rest of one text. White space beside a mark is dropped with the mark.
 
-    The result does not depend on how the text was cut into pieces. Only the start of a text can be reasoning; marks in
-    an answer are plain text.
+    The result does not depend on how the text was cut into pieces. Reasoning can only come first: marks within an
+    answer are plain text.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
         self._marks = reasoning.marks
         self.phase = ReasoningPhase.INSIDE if reasoning.is_open else ReasoningPhase.BEFORE
         self.has_begun = reasoning.is_open
-        self._held = ""  # may be the start of a mark; includes white space before the first mark
-        self._blanks: list[str] = []  # white space that is held back until more reasoning follows
+        self._held = ""  # a possible prefix of a mark, with the white space before the first mark
+        self._blanks: list[str] = []  # white space, held back until more reasoning follows
         self._has_said = False
 
     def push(self, text: str) -> SplitText:
-        """Take the next piece of text."""
+        """Split the next piece of text. Characters that may belong to a mark are held back."""
         reasoning = ""
         if self.phase is ReasoningPhase.BEFORE:
             text = self._before(text)
@@ -92,14 +92,14 @@ class ReasoningSplitter:
         return SplitText(reasoning, text)
 
     def flush(self) -> SplitText:
-        """Return the text that was held back. Call this method after the last piece."""
+        """Return the text that is still held back. Call this after the last piece."""
         held, self._held = self._held, ""
         if self.phase is ReasoningPhase.INSIDE:
             return SplitText(self._said(held), "")
         return SplitText("", held)
 
     def _before(self, text: str) -> str:
-        """Return the text after the first mark, or all of the text without a mark; "" while that is undecided."""
+        """Return the text after the first mark, all text if it has no such mark, or "" while that is undecided."""
         text, self._held = self._held + text, ""
         written = text.lstrip()
         if written.startswith(self._marks.begin) and len(text) - len(written) <= MAX_HELD_BLANKS:
@@ -112,18 +112,18 @@ class ReasoningSplitter:
         return text
 
     def _inside(self, text: str) -> tuple[str, str]:
-        """Return more of the reasoning, and the text after the mark that ends the reasoning."""
+        """Return (new reasoning, text after the closing mark)."""
         text, self._held = self._held + text, ""
         reasoning, end, rest = text.partition(self._marks.end)
         if end:
             self.phase = ReasoningPhase.BEHIND
             return self._said(reasoning), rest
-        num_held = num_begun(text, self._marks.end)
+        num_held = partial_match_length(text, self._marks.end)
         said, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         return self._said(said), ""
 
     def _said(self, text: str) -> str:
-        """Return reasoning with the white space before it, except at the start; white space at the end is held back."""
+        """Return reasoning without white space at its start. White space at its end is held back until more follows."""
         kept = text.strip() if not self._has_said else text.rstrip()
         if not kept:
             self._blanks.append(text)

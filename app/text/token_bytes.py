@@ -1,4 +1,4 @@
-"""The bytes of each token. A token may start or end inside a character, so its text does not determine its bytes."""
+"""The UTF-8 bytes of each token. A token may begin or end within a character, so its text does not show its bytes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of tokens. The bytes of all tokens of an output are together the output's text in UTF-8.
+    """Maps token ids to bytes. The concatenated bytes of an output's tokens are its text in UTF-8.
 
-    One exception is a space that sentencepiece's decoders strip from the start of the text.
+    The only exception is the leading space that sentencepiece's decoders strip from a text.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         steps = list(_steps(backend))
-        # Whether the bytes of a token do not depend on its neighbours.
+        # Whether every token's text is independent of its neighbours.
         self.are_independent = [step["type"] for step in steps] == ["ByteLevel"]
-        self._decode = _way_of(steps)
+        self._decode = _decoder_of(steps)
         self._known: dict[int, bytes] = {}  # at most one entry for each token of the vocabulary
 
     def __call__(self, token_id: int) -> bytes:
@@ -45,8 +45,8 @@ class TokenBytes:
         return self._decode(token)
 
 
-def _way_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
-    """Return a function from a token's text to its bytes; None if only the decoder itself can compute them."""
+def _decoder_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
+    """Return a function that converts a token's text to bytes, or None if only the decoder itself can do so."""
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _of_byte_level
@@ -68,7 +68,7 @@ def _way_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None
 
 
 def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
-    """Yield the steps of the decoder, as tokenizer.json describes them."""
+    """Yield the decoder's steps in the form of tokenizer.json."""
     if backend.decoder is None:
         return
     described = json.loads(backend.decoder.__getstate__())
@@ -89,7 +89,7 @@ def _of_byte_level(token: str) -> bytes:
 
 
 def _byte_symbols() -> dict[str, bytes]:
-    """Return GPT-2's printable symbols for the 256 bytes: printable bytes are themselves, others map to 256 and up."""
+    """Return GPT-2's symbols for the 256 bytes: printable bytes stand for themselves, others map to 256 and up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     symbols = {chr(byte): bytes([byte]) for byte in printable}

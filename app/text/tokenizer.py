@@ -1,8 +1,8 @@
 """The tokenizer of one model: encoding, chat template, decoding. No torch here.
 
-`AutoTokenizer` is not used because it imports torch, which an ingress never loads. A tokenizer from `tokenizer.json`
-loads without torch, and every current model has that file. transformers is imported only when a tokenizer is loaded,
-because the import takes 0.7 s and the process that builds the application needs no tokenizer.
+`AutoTokenizer` would import torch, which an ingress never loads. `tokenizer.json`, which every current model provides,
+loads without torch. transformers is imported only when a tokenizer is loaded, because the import takes 0.7 s and the
+process that builds the application needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """The tokenizer of one model. Its results never change, so any number of threads may use it at once."""
+    """The tokenizer of one model. Thread-safe, because the same input always produces the same result."""
 
     def __init__(self, pretrained: PreTrainedTokenizerFast) -> None:
         self._pretrained = pretrained
@@ -36,17 +36,17 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         of_special = [str(token.content) for token in added.values() if token.special]
         is_exact = not any(token.special and token.normalized for token in added.values())
-        # Finds any special token in a text. None: the tokenizer may change a text before it looks for tokens.
+        # Finds any special token in a text. None if the tokenizer may normalize a text before it searches for tokens.
         self._special_text = re.compile("|".join(map(re.escape, of_special)) or "(?!)") if is_exact else None
         self._token_texts: dict[int, str] = {}
         self.token_bytes = TokenBytes(self._backend)
-        # A model's own tokenizer class may have other default names, but that class is not loaded here.
+        # A model's own tokenizer class may default to other names, but that class is not loaded here.
         names = pretrained.init_kwargs.get("model_input_names") or ["token_type_ids"]
         self._forms = Forms(self._backend, has_types="token_type_ids" in names)
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
-        """Load from a folder or a hub id; code from the repository never runs.
+        """Load a tokenizer from a folder or a hub id. Never runs code from the repository.
 
         Raises InvalidSetup with the reason if no tokenizer can be loaded.
         """
@@ -69,39 +69,38 @@ class Tokenizer:
 
     @property
     def has_tools_in_template(self) -> bool:
-        """Whether the chat template uses tools."""
+        """Whether the chat template writes tools into the prompt."""
         return re.search(r"\btools\b", str(self._pretrained.chat_template)) is not None
 
     def has_in_template(self, text: str) -> bool:
-        """Return whether the chat template contains this text."""
         return text in str(self._pretrained.chat_template or "")
 
     def special_ids(self, texts: Collection[str]) -> frozenset[int]:
-        """Return the ids of the texts that are special tokens."""
+        """Return the ids of those texts that are special tokens of this tokenizer."""
         return frozenset(
             token_id for token_id in self.special_token_ids if self._backend.id_to_token(token_id) in texts
         )
 
     @cached_property
     def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of the special tokens that `add_special_tokens` puts before a text and after a text."""
+        """The ids of the special tokens that `add_special_tokens` adds (before a text, after a text)."""
         [encoding] = self._backend.encode_batch_fast(["a"], add_special_tokens=True)
         at = [index for index, text in enumerate(encoding.sequence_ids) if text is not None]
         return (tuple(encoding.ids[: at[0]]), tuple(encoding.ids[at[-1] + 1 :])) if at else ((), ())
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the special tokens that occur in these texts: a dict of ids to texts."""
+        """Return the special tokens that occur in these texts, as a dict from ids to texts."""
         if self._special_text is not None and not any(map(self._special_text.search, texts)):
-            return {}  # nearly always; encoding is the slowest part of preparing a request's stop strings
+            return {}  # the usual case; encoding is the slowest part of preparing a request's stop strings
         found = {token_id for token_ids in self.encode_all(texts) for token_id in token_ids}
         return {token_id: self.token_text(token_id) for token_id in sorted(found & self.special_token_ids)}
 
     def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Return the token ids of a text; `add_special_tokens` puts the model's begin and end tokens around the text.
+        """Return the token ids of a text; with `add_special_tokens`, between the model's begin and end tokens.
 
-        Raises ContextTooLong if the text has more than `max_tokens`: listing millions of ids would block all threads.
+        Raises ContextTooLong if the text exceeds `max_tokens`, because listing millions of ids would block all threads.
         """
-        # The batch call releases the interpreter lock while it works; the call for a single text does not.
+        # Only the batch call releases the interpreter lock; the call for a single text holds it.
         try:
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:  # the text is not valid UTF-8: a chat template decoded an escape in a call's arguments
@@ -117,7 +116,7 @@ class Tokenizer:
         return tuple(encoding.ids)
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the token ids of each of several short texts, without begin and end tokens."""
+        """Return the token ids of each short text, without begin and end tokens."""
         return [tuple(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def texts(self, texts: Sequence[str], *, max_tokens: int | None = None, longest: int = 0) -> EncodedTexts:
@@ -131,10 +130,9 @@ class Tokenizer:
         return EncodedTexts(self._forms, firsts, seconds, max_tokens=max_second, longest=longest)
 
     def count_up_to(self, text: str, max_tokens: int) -> int:
-        """Return the number of tokens of a text, or any number above `max_tokens` if the text has more tokens.
+        """Return the approximate number of a text's tokens, or any number above `max_tokens` if it has more.
 
-        The text is encoded in pieces. Splitting may add a token at each border, so one token of each piece is
-        not counted.
+        The text is encoded in pieces. Each cut may split a token, so one token per piece is not counted.
         """
         num_tokens = 0
         for start in range(0, len(text), CHARACTERS_AT_ONCE):
@@ -145,7 +143,7 @@ class Tokenizer:
         return num_tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
-        """Return the token ids of a conversation that `render_chat` writes with these options."""
+        """Return the token ids of the prompt that `render_chat` writes with these options."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
@@ -157,14 +155,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write a conversation with the model's chat template; `continue_final_message`: end within the last message.
+        """Write a conversation as a prompt, with the model's chat template.
 
-        `template_variables` are extra variables of the template, such as `enable_thinking`. Raises InvalidRequest if
-        the model has no chat template or the template refuses the messages.
+        With `continue_final_message`, the prompt ends within the last message. `template_variables` are extra variables
+        of the template, such as `enable_thinking`. `app.text.chat_messages` adapts parts that the template does not
+        support. The arguments of tool calls are passed as objects, or as the original JSON text if the template refuses
+        objects. Consecutive messages of one role are joined if the template refuses them.
 
-        `app.text.chat_messages` adapts parts of a conversation that the template does not support. A template gets the
-        arguments of tool calls as objects, or as the original JSON text if the template cannot take objects. If a
-        template refuses consecutive messages of one role, these messages are joined.
+        Raises InvalidRequest if the model has no chat template or the template refuses the messages.
         """
         if not self._pretrained.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
@@ -185,20 +183,20 @@ class Tokenizer:
         for attempt in _forms(whole):
             try:
                 return self._applied(attempt, **variables)
-            except Exception as error:  # a template may raise any exception, and the cause is in the messages
+            except Exception as error:  # a template may raise any exception, which the messages have caused
                 refusal = refusal or error
         raise InvalidRequest(
             f"the model's chat template does not accept these messages: {_brief(refusal)}", param="messages"
         ) from refusal
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Apply the chat template to exactly these messages. Raises any exception that the template raises."""
+        """Apply the chat template to exactly these messages. The template may raise any exception."""
         copies = [dict(each) for each in (in_parts(messages) if self._takes_parts else messages)]
         return str(self._pretrained.apply_chat_template(copies, tokenize=False, **options))
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the chat template takes only lists of parts as contents, as some templates for images do."""
+        """Whether the chat template accepts contents only as lists of parts, as some templates for images do."""
         word = "carousel"
 
         def shows(content: Any) -> bool:
@@ -212,7 +210,7 @@ class Tokenizer:
 
     @cached_property
     def _template_traits(self) -> TemplateTraits:
-        """The traits of the chat template, found by names in its text and by trial prompts with system messages."""
+        """The chat template's traits, detected by names in its text and by trial prompts with system messages."""
         word = "carousel"
         system, question = {"role": "system", "content": word}, {"role": "user", "content": "Hi"}
         other, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
@@ -237,26 +235,26 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the ids. Unknown ids are skipped."""
-        max_decoded_at_once = 1000  # token ids, which take a fraction of a millisecond
+        max_decoded_at_once = 1000  # decoding this many token ids takes a fraction of a millisecond
         if len(token_ids) <= max_decoded_at_once:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        # The batch call releases the interpreter lock while it works; the call for a single list does not.
+        # Only the batch call releases the interpreter lock; the call for a single list holds it.
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone, special or not. Texts are remembered for each token of the vocabulary."""
+        """Return the text of one token by itself, even of a special token. The texts are cached."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as it is written in the vocabulary; "" for unknown ids."""
+        """Return each token as the vocabulary writes it, or "" for an unknown id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def description(self) -> dict[str, Any]:
-        """Return the special tokens and the chat template, with the names of tokenizer_config.json."""
+        """Return the special tokens and the chat template under the names that tokenizer_config.json uses."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
         return {
             "tokenizer_class": type(self._pretrained).__name__,
@@ -266,7 +264,7 @@ class Tokenizer:
 
 
 def _template_of_processor(path: str, revision: str | None) -> str | None:
-    """Return the chat template from the separate file of an image processor, or None if there is no such file.
+    """Return the chat template from an image processor's separate file, or None if the model has no such file.
 
     Raises InvalidSetup if the file cannot be read.
     """
@@ -285,7 +283,7 @@ def _template_of_processor(path: str, revision: str | None) -> str | None:
 
 @cache
 def _reserved_variables() -> frozenset[str]:
-    """Return the template variables that a request may not set: `apply_chat_template` takes or sets them itself."""
+    """Return the template variables that a request may not set, because `apply_chat_template` uses their names."""
     from transformers import PreTrainedTokenizerFast
 
     own = {"messages", "conversations", "generation_indices", "return_generation_indices"}
@@ -293,7 +291,7 @@ def _reserved_variables() -> frozenset[str]:
 
 
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Yield the messages in the forms that templates are known to take, the most usual form first."""
+    """Yield the messages in the forms that templates are known to accept, the most common form first."""
     joined = joined_turns(messages)
     for each in [messages] if len(joined) == len(messages) else [messages, joined]:
         if any(message.get("tool_calls") for message in each):
@@ -302,7 +300,7 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[s
 
 
 def _with_argument_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages with the arguments of tool calls parsed if the arguments are JSON objects."""
+    """Parse the arguments of tool calls in the messages, if they are JSON objects."""
     return [
         {**message, "tool_calls": [_with_argument_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")

@@ -1,4 +1,4 @@
-"""The usage of each key: counted where requests are sent, journaled against crashes, and added up by one owner."""
+"""Counts each key's usage where requests are sent, journals it against crashes, and adds it up in one owner."""
 
 from app.usage.counter import UsageCounter
 from app.usage.exchange import UsageExchange

@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 1.0
 HURRY_S = 0.1  # shortest time between two reports while a request waits for the next report
 REMAINS_EVERY = 5  # number of periods between two searches for journals of dead processes
-SILENCE_S = 5.0  # after this silence of the owner, this process no longer expects allowance from other processes
+SILENCE_S = 5.0  # after the owner was silent for this time, no more allowance is expected from other processes
 _TIMEOUT_S = 5.0
 
 
 class UsageReporter:
-    """Makes the reports of one process and handles the answers. Takes the time only from `clock`.
+    """Builds one process's reports and handles the answers. Reads the time only from `clock`.
 
-    Keys without changes are left out of the reports, so many idle keys cost nothing.
+    Reports leave out keys without changes, so that many idle keys cost nothing.
     """
 
     def __init__(self, counter: UsageCounter, limits: Limits, *, clock: Callable[[], float]) -> None:
@@ -37,16 +37,16 @@ class UsageReporter:
         self._clock = clock
         self._answered_at = clock()
         self._num_processes = 0
-        self._tells_all = True  # the owner may have outdated values of this process
+        self._reports_all = True  # whether the owner may know only outdated values of this process
         self._day = ""  # the day of the last report
 
     def report(self, *, with_usage: bool = True) -> UsageReport:
         """Return the report to send now; see `UsageCounter.report`. Call `take` or `fail` after each report."""
         counter, limits = self._counter, self._limits
-        # On a new day, budgets are renewed, and so are the parts of all processes.
-        everything = self._tells_all or counter.today != self._day
+        # Each day renews the budgets, and with them the parts of all processes.
+        everything = self._reports_all or counter.today != self._day
         changes = limits.changes(None if everything else counter.keys_to_report if with_usage else ())
-        self._tells_all, self._day = True, counter.today
+        self._reports_all, self._day = True, counter.today
         return counter.report(
             changes.reserved,
             with_usage=with_usage,
@@ -59,19 +59,19 @@ class UsageReporter:
     def take(self, answer: UsageAnswer) -> None:
         """Handle the owner's answer."""
         self._answered_at, self._num_processes = self._clock(), answer.num_processes
-        self._tells_all = answer.wants_all
+        self._reports_all = answer.wants_all
         self._counter.take(answer)
         self._limits.take(answer.shares, asked=answer.asks_for)
 
     def fail(self, *, timeout_s: float = 0.0) -> None:
-        """Note that the owner has not answered within `timeout_s`. The next report has all limits."""
+        """Note that the owner has not answered within `timeout_s`. The next report includes all limits."""
         silence_s = self._clock() - self._answered_at
         if silence_s > SILENCE_S:
             self._limits.lose_owner(has_share=silence_s < LEASE_S - timeout_s)
 
 
 class UsageExchange:
-    """Reports the usage of a counter, and the journaled usage of dead processes of this machine."""
+    """Reports a counter's usage, and the journaled usage of dead processes on this machine."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class UsageExchange:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` holds the journals and outlives processes. Each machine may have its own folder."""
+        """`folder` stores the journals and outlives processes. Each machine may use its own folder."""
         self._counter = counter
         self._owner = owner
         self._folder = folder
@@ -92,7 +92,7 @@ class UsageExchange:
         self._num_failures = 0
 
     async def run(self) -> NoReturn:
-        """Exchange reports and answers as long as the process lives."""
+        """Exchange reports and answers until cancelled. Failures are logged and retried."""
         await self.open_journal()
         while True:
             for _ in range(REMAINS_EVERY):
@@ -101,7 +101,7 @@ class UsageExchange:
             await self._without_failing(self.report_remains)
 
     async def _pass_period(self) -> None:
-        """Wait for the next period. Urgent changes of limits are exchanged during the wait."""
+        """Wait for the next period, and exchange urgent changes of limits in the meantime."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + PERIOD_S
         await asyncio.sleep(HURRY_S)
@@ -115,7 +115,7 @@ class UsageExchange:
             await asyncio.sleep(HURRY_S)
 
     async def open_journal(self) -> None:
-        """Start to write counted usage to a journal. An unusable folder is logged, and the process runs without one."""
+        """Start writing counted usage to a journal. If the folder is unusable, log an error and run without one."""
         counter = self._counter
         try:
             counter.journal = await asyncio.to_thread(UsageJournal, self._folder, counter.process, counter.number)
@@ -127,17 +127,17 @@ class UsageExchange:
             )
 
     async def exchange_limits(self) -> None:
-        """Report limits and take the answer. Leaves out usage since the last report, so the owner writes nothing."""
+        """Report limits and apply the answer. New usage is left out, so that the owner need not write to its ledger."""
         await self._exchange(self._reported(with_usage=False))
 
     async def exchange(self) -> None:
-        """Report, and take the answer. Raises the errors of `_told`; the next call sends the report again."""
+        """Report usage and limits, and apply the answer. Raises the errors of `_send`; the next call tries again."""
         counter, journal = self._counter, self._counter.journal
         goes_on, next_file = False, None
         if journal is not None and (counter.begins_report or not journal.has_file):
             goes_on, next_file = True, await self._file_of(journal, counter.number + counter.begins_report)
         report = self._reported(with_usage=True)
-        if journal is not None and goes_on and (before := journal.go_on_in(next_file)) is not None:
+        if journal is not None and goes_on and (before := journal.switch_to(next_file)) is not None:
             await asyncio.to_thread(os.close, before)
         await self._exchange(report)
 
@@ -147,7 +147,7 @@ class UsageExchange:
 
     async def _exchange(self, report: UsageReport) -> None:
         try:
-            answer = await self._told(report)
+            answer = await self._send(report)
         except Exception:
             self._reporter.fail(timeout_s=_TIMEOUT_S)
             raise
@@ -158,7 +158,7 @@ class UsageExchange:
     async def _file_of(self, journal: UsageJournal, number: int) -> int | None:
         """Open a new file for a report; None if the file cannot be opened now.
 
-        This runs in a thread, because opening and closing files is slow on some storages. Writing is fast.
+        Files are opened and closed in a thread, because some storages are slow at this. Writing is fast.
         """
         try:
             return await asyncio.to_thread(journal.file_of, number)
@@ -167,27 +167,27 @@ class UsageExchange:
             return None
 
     async def report_remains(self) -> None:
-        """Report the journals of dead processes. Raises the owner's errors; others may report the rest after that."""
+        """Report the journals of dead processes. Raises the owner's errors, and leaves the rest for a later call."""
         for process in await asyncio.to_thread(processes, self._folder):
             dead = await asyncio.to_thread(remains, self._folder, process)
             if dead is None:
                 continue
             try:
                 await self._report(dead)
-            except OSError as error:  # its files are unreadable; the files of other processes may be readable
+            except OSError as error:  # other processes' files may still be readable
                 logger.error("the usage of a dead process cannot be read: %s", described(error))
             finally:
                 await asyncio.to_thread(dead.close)
 
     async def _report(self, dead: Remains) -> None:
         for report in await asyncio.to_thread(dead.reports):
-            await self._told(report)
+            await self._send(report)
         await asyncio.to_thread(dead.forget)
 
-    async def _told(self, report: UsageReport) -> UsageAnswer:
-        """Report to the owner. Raises the owner's errors, and Unavailable if the owner does not answer in time.
+    async def _send(self, report: UsageReport) -> UsageAnswer:
+        """Send a report to the owner. Raises the owner's errors, and Unavailable if the owner does not answer in time.
 
-        TimeoutError is a subclass of OSError, which callers would take for a failure of a file.
+        A TimeoutError would not do: it is a subclass of OSError, which callers would treat as the failure of a file.
         """
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -196,7 +196,7 @@ class UsageExchange:
             raise Unavailable(f"the process of batches has not answered for {_TIMEOUT_S:g} s") from None
 
     async def _without_failing(self, step: Callable[[], Awaitable[None]]) -> None:
-        num_usual = 10  # this many failures are normal while the owner starts
+        num_usual = 10  # while the owner starts, about this many failures are normal
         try:
             await step()
         except Exception as error:

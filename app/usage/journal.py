@@ -1,7 +1,7 @@
-"""Files with the unreported usage of a process. A killed process loses no usage, because the files outlive it.
+"""Stores a process's unreported usage in files, which outlive the process, so that a killed process loses no usage.
 
-For each process the folder has a lock, which the process holds while it lives, and a file for each report that the
-ledger lacks. A line is written when a request ends. It survives a crash of the process, but not of the machine.
+For each process, the folder contains a lock, which the process holds while it lives, and a file for each report that
+the ledger lacks. A line is written when a request ends. It survives a crash of the process, but not of the machine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class UsageJournal:
     """The journal files of this process. Only `write` is called on the event loop, because it takes microseconds."""
 
     def __init__(self, folder: Path, process: str, number: int) -> None:
-        """`number`: number of the report that will contain the usage that is written next."""
+        """Usage is written to the file of report `number` until `switch_to` is called."""
         self._folder = folder
         self._process = process
         for each in (folder.parent, folder):  # mkdir does not apply the mode to missing parents
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The lock is renamed after it was taken. So no process sees it unlocked and takes this process for dead.
+        # The lock is renamed only after it was taken, so that no process sees it unlocked and treats this one as dead.
         lock = folder / (process + _LOCK_SUFFIX)
         hidden = folder / hidden_name(lock.name)
         held = take_lock(hidden)
@@ -42,11 +42,11 @@ class UsageJournal:
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a file to write to."""
+        """Whether a file is open for writing."""
         return self._file is not None
 
     def write(self, used_for: UsedFor, used: Used) -> None:
-        """Write the usage of an ended request. After a failed write, the usage still counts if the process survives."""
+        """Write an ended request's usage. If the write fails, the usage is lost only if the process is killed."""
         if self._file is None:
             return
         line = b"\n" + json.dumps([*used_for, *values_of(used)]).encode()
@@ -63,16 +63,16 @@ class UsageJournal:
         self._has_failed = True
 
     def file_of(self, number: int) -> int:
-        """Open the file of a report, and return its descriptor."""
+        """Open the file of a report for appending, and return its descriptor. Raises OSError."""
         return os.open(_path(self._folder, self._process, number), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def go_on_in(self, file: int | None) -> int | None:
-        """Write to this file from now on, or to none. Returns the previous file, which the caller must close."""
+    def switch_to(self, file: int | None) -> int | None:
+        """Write to this file from now on, or to none. Returns the previous file, which the caller closes."""
         before, self._file = self._file, file
         return before
 
     def forget(self, number: int) -> None:
-        """Delete the file of a report that the ledger has. The file must not be in use."""
+        """Delete the file of a report that the ledger includes. The file must not be open for writing."""
         _path(self._folder, self._process, number).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class UsageJournal:
 
 
 class Remains:
-    """The journal of a dead process, which may not have reported its usage. Locked by one process at a time."""
+    """The journal of a dead process, which may not have reported all of its usage. Locked by one process at a time."""
 
     def __init__(self, folder: Path, process: str, lock: int) -> None:
         self.process = process
@@ -91,7 +91,7 @@ class Remains:
         self._lock = lock
 
     def reports(self) -> list[UsageReport]:
-        """Return the reports that the ledger may not have yet, in their order."""
+        """Return the reports that the ledger may still lack, in order. Raises OSError if a file cannot be read."""
         numbers = sorted(
             int(path.suffix[1:]) for path in self._folder.glob(f"{self.process}.*") if path.suffix[1:].isdigit()
         )
@@ -101,7 +101,7 @@ class Remains:
         ]
 
     def forget(self) -> None:
-        """Delete the journal, after the ledger has all of its reports."""
+        """Delete the journal. Call this only after the ledger has accepted all of its reports."""
         for path in self._folder.glob(f"{self.process}.*"):
             path.unlink(missing_ok=True)
 
@@ -111,12 +111,12 @@ class Remains:
 
 
 def processes(folder: Path) -> list[str]:
-    """Return the names of all processes that have files in the folder, dead or alive."""
+    """Return the names of all processes with a lock in the folder, dead or alive."""
     return sorted(path.name.removesuffix(_LOCK_SUFFIX) for path in folder.glob(f"*{_LOCK_SUFFIX}"))
 
 
 def remains(folder: Path, process: str) -> Remains | None:
-    """Return the journal of a dead process, for the caller to close; None if the process lives or the lock is taken."""
+    """Return a dead process's journal, which the caller closes; None if the process lives or another one reads it."""
     lock = take_lock(folder / (process + _LOCK_SUFFIX))
     return None if lock is None else Remains(folder, process, lock)
 
@@ -126,7 +126,7 @@ def _path(folder: Path, process: str, number: int) -> Path:
 
 
 def _read(path: Path) -> dict[UsedFor, Used]:
-    """Return the sums of a file. Skips lines that a full disk cut off; the next line begins with a line end."""
+    """Return the sums of a file. Skips lines that a full disk cut off; `write` begins the next one with a line end."""
     sums: dict[UsedFor, Used] = {}
     for line in path.read_bytes().splitlines():
         try:

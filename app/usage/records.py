@@ -1,4 +1,4 @@
-"""The records of usage and limits that processes exchange with the owner of the ledger."""
+"""The records of usage and limits that processes exchange with the ledger's owner."""
 
 from __future__ import annotations
 
@@ -64,35 +64,46 @@ class BudgetTotals(NamedTuple):
 
 
 MONEY = "money_per_month"
-# The budgets that a key may have, and the field of the total that each is compared with. Budgets do not refill
-# gradually, as rate limits do; they start again with each day or month.
+# Maps the name of each budget to the field of `BudgetTotals` that the budget limits. Budgets do not refill gradually as
+# rate limits do; they start again with each day or month.
 BUDGETS = dict(zip(("tokens_per_day", "tokens_per_month", MONEY), BudgetTotals._fields, strict=True))
 
 
 class LimitId(NamedTuple):
-    """Identifies a limit of a key: SLOTS, one of BUDGETS, or an amount per minute. A new value makes a new limit."""
+    """Identifies a limit of a key. A changed value identifies a new limit."""
 
     key: str
-    what: str
+    what: str  # SLOTS, a budget's name from BUDGETS, or "requests" or "tokens", the two rate limits (per minute)
     limit: float
 
 
 class LimitUse(NamedTuple):
-    """The part of a limit that one process has, and the demand for the limit since the process's last report."""
+    """A process's part of a limit, and the demand in that process since its last report.
 
-    share: float  # share of the allowance per minute, 0 before one was given; SLOTS: number of slots; budgets: 0
-    held: float  # balance, or amount that may still be reserved, minus the initial amount; SLOTS: slots in use
-    wanted: float  # the sum of the requested amounts; SLOTS: the largest number of slots wanted at once
-    refused: float = 0.0  # the smallest refused amount; SLOTS: the number of waiting requests
+    The three kinds of limits use the fields differently:
+
+    | | rate limit | budget | SLOTS |
+    |---|---|---|---|
+    | `share` | share of the allowance per minute | 0 | number of slots |
+    | `held` | balance, without the initial amount | amount left to reserve, without the initial amount | used slots |
+    | `wanted` | sum of requested amounts | sum of requested amounts | most slots that were wanted at once |
+    | `refused` | smallest refused amount | smallest refused amount | number of waiting requests |
+
+    `share` is 0 until the owner has assigned one.
+    """
+
+    share: float
+    held: float
+    wanted: float
+    refused: float = 0.0
 
 
 class Share(NamedTuple):
-    """The part of a limit that a process has from now on."""
+    """The part of a limit that a process receives from the owner, and uses until the next answer."""
 
-    share: float
-    given: float = 0.0  # amount to add to the bucket or to the amount that may be reserved; negative to take away
-    # Rate limits: the amount that other processes have or that is unassigned. SLOTS: requests that wait elsewhere.
-    elsewhere: float = 0.0
+    share: float  # in the units of `LimitUse.share`
+    amount: float = 0.0  # added to `held` of a rate limit or a budget; negative if the owner takes an amount away
+    elsewhere: float = 0.0  # rate limits: the amount outside this process; SLOTS: requests that wait in other processes
 
 
 class LimitChanges(NamedTuple):
@@ -116,22 +127,21 @@ def _set_known_fields(record: Any, state: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
-    """The usage of one process since its last report. The usage is sent again, unchanged, until it is answered.
+    """One process's usage since its last report. A process repeats the usage, unchanged, until the owner answers.
 
-    If `has_all_limits` is true and `limits` is empty, the process holds no share of any limit. The owner makes such a
-    report for a dead process.
+    With `has_all_limits` true and `limits` empty, the process gives up its shares of all limits. The owner creates such
+    a report for a dead process.
     """
 
     process: str
-    number: int  # rises by one with each new `used`; 0 if the process has used nothing yet
+    number: int  # increases by one with each new `used`; 0 if the process has used nothing yet
     used: Mapping[UsedFor, Used] = field(default_factory=dict)
-    reserved: Mapping[str, BudgetTotals] = field(
-        default_factory=dict
-    )  # by key with budgets: amounts that running requests may use, and ended usage that is not in `used` yet
+    # For each key with budgets, the amounts that running requests may use plus ended usage that is not in `used` yet.
+    reserved: Mapping[str, BudgetTotals] = field(default_factory=dict)
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
     num_processes: int = 0  # number of processes that share limits, by the last answer
-    takes_slack: bool = True  # whether the process gets a part of the amount that no process asks for
-    has_all_limits: bool = True  # False: `reserved` and `limits` have only keys with changes
+    takes_slack: bool = True  # whether the process receives a part of the amount that no process asks for
+    has_all_limits: bool = True  # if False, `reserved` and `limits` include only keys with changes
 
     __setstate__ = _set_known_fields
 
@@ -140,15 +150,14 @@ class UsageReport:
 class UsageAnswer:
     """The owner's answer to a report."""
 
-    number: int  # number of this process's last report that the ledger has
+    number: int  # number of the last report of this process that the ledger contains
     day: str  # the day that `totals` treat as today
-    totals: Mapping[str, BudgetTotals] = field(
-        default_factory=dict
-    )  # by key of the report: its usage, and the amounts that other processes have reserved
-    shares: Mapping[LimitId, Share] = field(default_factory=dict)  # empty: the process keeps its shares
+    # For each key in the report, its usage plus the amounts that other processes have reserved.
+    totals: Mapping[str, BudgetTotals] = field(default_factory=dict)
+    shares: Mapping[LimitId, Share] = field(default_factory=dict)  # if empty, the process retains its shares
     num_processes: int = 0  # number of processes that share limits
-    wants_all: bool = False  # the next report must have all limits
-    # Keys that the next report must have, even without changes, because the parts of their limits will change.
+    wants_all: bool = False  # the next report must include all limits
+    # Keys that the next report must include, even without changes, because the owner will change their parts.
     asks_for: Collection[str] = ()
 
     __setstate__ = _set_known_fields
@@ -174,7 +183,7 @@ class Owner(Protocol):
         """Count a report once, however often it is sent. Raises Unavailable if the report cannot be stored now."""
 
     async def usage(self, query: UsageQuery) -> UsageRows:
-        """Return at most `max_rows` + 1 rows; one too many shows that there are more. Raises Unavailable."""
+        """Return up to `max_rows` + 1 rows. The extra row shows that more rows exist. Raises Unavailable."""
 
 
 class Limits(Protocol):
@@ -182,7 +191,7 @@ class Limits(Protocol):
 
     @property
     def takes_slack(self) -> bool:
-        """Whether this process gets a part of the amount that no process asks for."""
+        """Whether this process receives a part of the amount that no process asks for."""
 
     def on_hurry(self, hurry: Callable[[], None]) -> None:
         """Set the function to call when a report should not wait for the end of the period."""
@@ -191,10 +200,10 @@ class Limits(Protocol):
         """Return the changed keys and `keys` for a report (None: all keys), and start a new count of demand."""
 
     def take(self, shares: Mapping[LimitId, Share], *, asked: Collection[str]) -> None:
-        """Apply the owner's shares. The next report has the `asked` keys, early if the last left some out."""
+        """Apply the owner's shares. The next report includes the `asked` keys, and comes early if the last did not."""
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """Called when the owner stops answering. `has_share`: it had no time yet to move this process's shares."""
+        """Called when the owner stops answering. `has_share`: the owner cannot have reassigned the shares yet."""
 
 
 def grouped(used: Iterable[tuple[UsedFor, Used]], query: UsageQuery) -> UsageRows:

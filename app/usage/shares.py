@@ -1,7 +1,7 @@
-"""Divides the limits and budgets of a key among the processes that send requests, according to the demand in each.
+"""Divides each key's limits and budgets among the processes that send requests, according to the demand in each.
 
 A process uses its part until the next answer, so no request waits for an answer, and the owner may die. The owner takes
-an amount from one process before it gives it to another, so all parts together never exceed the limit. The ledger's
+an amount from one process before it assigns it to another, so all parts together never exceed the limit. The ledger's
 total, the reservations of running requests and the amounts that processes may reserve together never exceed a budget.
 """
 
@@ -31,16 +31,16 @@ from app.usage.records import (
 )
 
 LEASE_S = 90.0  # after this silence, the owner reassigns a process's part, and the process uses its first share again
-SETTLING_S = 3.0  # time for which a new owner only listens
-_INDIFFERENT = 0.1  # a process keeps slots beyond its part, up to this share of its part
-# The weight of the process of batches for budgets. It needs some of a budget in advance, because a stored answer may
-# arrive before the process has asked for an amount.
+SETTLING_S = 3.0  # how long a new owner only listens
+_INDIFFERENT = 0.1  # a process may retain surplus slots up to this share of its part
+# The budget weight of the process that runs batches. It needs some of each budget in advance, because a stored answer
+# may arrive before the process has asked for an amount.
 _SLACK_OF_BUDGET = 0.1
-_REFUSED_S = 5.0  # a refused amount is expected again for this time
-_DEMAND_S = 2.0  # the time constant of the decay of demand
+_REFUSED_S = 5.0  # how long a refused amount is expected to be requested again
+_DEMAND_S = 2.0  # time constant of the decay of demand
 _WAITING_S = 1.0  # a reported waiting request counts for this time, because no request waits longer for a slot
 _MOVING_S = 10.0  # time after which demand has decayed to nothing
-_AHEAD_S = 5.0  # a process that holds its demand for this time needs no amount from others
+_AHEAD_S = 5.0  # a process whose amount covers its demand for this time needs nothing from others
 _NOTHING = BudgetTotals()
 _Numbers = NDArray[np.float64]
 _Flags = NDArray[np.bool_]
@@ -50,38 +50,39 @@ _NumberOrNumbers = TypeVar("_NumberOrNumbers", float, _Numbers)  # a value of on
 @dataclass(slots=True)
 class _Process:
     heard_at: float
-    column: int  # its column in `_Table`
-    passed_s: float = 0.0  # time between its last two reports
+    column: int  # the process's column in `_Table`
+    passed_s: float = 0.0  # time between the process's last two reports
 
 
 @dataclass(slots=True)
 class _Limit:
-    row: int  # its row in `_Table`
+    row: int  # the limit's row in `_Table`
     members: set[str] = field(default_factory=set)  # processes that have reported their parts of the limit
-    spare: float | None = None  # the unassigned amount of the bucket; None if it is not known yet
+    spare: float | None = None  # the bucket's unassigned amount; None before it is first counted
     counted_at: float = 0.0
-    # Until this time, all members are asked for their values, because a process had less than its part.
+    # Until this time, all members are asked for their values, because a process held less than its part.
     moves_until: float = 0.0
 
 
 class _Table:
-    """The reported values: a row for each limit and a column for each process. Missing values are 0.
+    """The reported values, with a row for each limit and a column for each process. Missing values are 0.
 
-    The owner of many keys adds up all rows of a report at once, because numpy takes nanoseconds for a process where a
-    loop takes microseconds.
+    All rows of a report are added up at once, because numpy spends nanoseconds per process where a loop spends
+    microseconds.
     """
 
-    # Indices of `values`. DEMAND: per minute when it was reported; SLOTS: slots wanted at once. SLACK: the weight of
-    # the process for the amount that no process asks for. With 0, it gets none of that and comes after the others.
+    # Indices of `values`. DEMAND is an amount per minute at the time of the report, or a number of slots. SLACK is the
+    # process's weight when the amount that no process asks for is divided. With weight 0, it receives nothing of this
+    # amount, and its demand is served last.
     NAMES = SHARE, HELD, DEMAND, SLACK, REFUSED, REFUSED_AT, REPORTED_AT = range(7)
 
     def __init__(self) -> None:
         self.values = np.zeros((len(self.NAMES), 16, 4))
-        self.heard_at = np.zeros(4)  # by column: the last report of the process
+        self.heard_at = np.zeros(4)  # time of each process's last report, by column
         self._free_rows, self._free_columns = list(range(16)), list(range(4))
 
     def new_row(self) -> int:
-        """Return a free row, with all values 0."""
+        """Return a free row for a limit. All of its values are 0."""
         if not self._free_rows:
             num_rows = self.values.shape[1]
             self.values = np.concatenate([self.values, np.zeros_like(self.values)], axis=1)
@@ -89,7 +90,7 @@ class _Table:
         return self._free_rows.pop()
 
     def new_column(self) -> int:
-        """Return a free column, with all values 0."""
+        """Return a free column for a process. All of its values are 0."""
         if not self._free_columns:
             num_columns = len(self.heard_at)
             self.values = np.concatenate([self.values, np.zeros_like(self.values)], axis=2)
@@ -107,27 +108,27 @@ class _Table:
         self.values[:, :, column] = 0.0
         self._free_columns.append(column)
 
-    def note(self, rows: Sequence[int], column: int, uses: Sequence[LimitUse], are_places: _Flags, *, slack: _Numbers,
+    def note(self, rows: Sequence[int], column: int, uses: Sequence[LimitUse], are_slots: _Flags, *, slack: _Numbers,
              passed_s: float, now: float) -> None:  # fmt: skip
         """Record a process's report of these limits."""
         share, held, wanted, refused = np.array(uses, dtype=np.float64).T
         before = self.values[:, rows, column]
         left = before[self.DEMAND] * np.exp((before[self.REPORTED_AT] - now) / _DEMAND_S)
-        # `wanted` is reduced by returned amounts, which were not needed.
+        # `wanted` excludes amounts that were returned because they were not needed.
         passed_s = max(passed_s, 1e-3)
         asked = left + (1 - math.exp(-passed_s / _DEMAND_S)) * wanted * 60 / passed_s
-        demand = np.where(are_places, np.maximum(wanted, left), asked)
-        is_new = are_places | (refused > 0) | (now - before[self.REFUSED_AT] > _REFUSED_S)
+        demand = np.where(are_slots, np.maximum(wanted, left), asked)
+        is_new = are_slots | (refused > 0) | (now - before[self.REFUSED_AT] > _REFUSED_S)
         refused_at = np.where(is_new, now, before[self.REFUSED_AT])
         refused = np.where(is_new, refused, before[self.REFUSED])
         self.values[:, rows, column] = (share, held, demand, slack, refused, refused_at, np.full(len(rows), now))
 
-    def sums(self, rows: Sequence[int], column: int, most: _Numbers, are_places: _Flags, *, now: float) -> list[_Sums]:
-        """Return for each limit the values of one process and the sums over all processes. `most`: the limits."""
+    def sums(self, rows: Sequence[int], column: int, most: _Numbers, are_slots: _Flags, *, now: float) -> list[_Sums]:
+        """Return each limit's values for one process and its sums over all processes. `most` holds the limits."""
         values = self.values[:, rows]
         share, held, slack = values[self.SHARE], values[self.HELD], values[self.SLACK]
         silent_s = self._silent_s(values)
-        asks = np.maximum(self._demand_now(values), np.where(are_places[:, None], held, 0.0))
+        asks = np.maximum(self._demand_now(values), np.where(are_slots[:, None], held, 0.0))
         # The bucket of a process without demand fills up.
         full = share * most[:, None]
         has = np.maximum(held, np.minimum(full, held + silent_s * full / 60))
@@ -141,43 +142,43 @@ class _Table:
         )  # fmt: skip
         return list(starmap(_Sums, np.array(columns).T.tolist()))
 
-    def whole_places(self, row: int, column: int, sums: _Sums, most: int) -> int:
-        """Return the slots of one process when all parts are rounded to whole numbers with the sum `most`.
+    def whole_slots(self, row: int, column: int, sums: _Sums, most: int) -> int:
+        """Return one process's slots when all parts are rounded to whole numbers that add up to `most`.
 
-        Each part is rounded down. The parts that lose most by this get one more slot (largest remainder method).
+        Each part is rounded down. The parts that lose most by this receive one more slot (largest remainder method).
         """
         values = self.values[:, row]
         slack, asks = values[self.SLACK], np.maximum(self._demand_now(values), values[self.HELD])
         parts = most * sums.part_of(asks, slack, most)
         whole = np.floor(parts)
-        rests = np.where((slack > 0) | (asks > 0), parts - whole, -1.0)  # -1: the process has no part
+        rests = np.where((slack > 0) | (asks > 0), parts - whole, -1.0)  # -1 for a process without a part
         before = np.count_nonzero(rests > rests[column]) + np.count_nonzero(rests[:column] == rests[column])
         return int(whole[column]) + int(before < most - int(whole.sum()))
 
     def _silent_s(self, values: _Numbers) -> _Numbers:
-        """Return the seconds for which processes have reported without a limit, because they had no demand for it."""
+        """Return for how many seconds each process's reports have left out the limits, without demand for them."""
         silent_s: _Numbers = np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
         return silent_s
 
     def _demand_now(self, values: _Numbers) -> _Numbers:
-        """Return the reported demand, decayed to the last report of each process."""
+        """Return the reported demand, decayed until each process's last report."""
         demand: _Numbers = values[self.DEMAND] * np.exp(-self._silent_s(values) / _DEMAND_S)
         return demand
 
 
 def _of_others(values: _Numbers, column: int) -> _Numbers:
-    """Return the sums of the rows without one column. A difference of sums would have a rounding error."""
+    """Return the sums of the rows without one column. Subtracting from the whole sum would add a rounding error."""
     others: _Numbers = values[:, :column].sum(1) + values[:, column + 1 :].sum(1)
     return others
 
 
 class _Sums(NamedTuple):
-    """One process's values of a limit, and the sums over all processes."""
+    """One process's values for a limit, and the sums over all processes."""
 
     share: float
     held: float
     demand: float
-    asks: float  # the demand per minute, decayed to now; SLOTS: slots, at least those in use
+    asks: float  # demand per minute, decayed to now; for SLOTS a number of slots, at least the used ones
     slack: float
     refused: float
     held_by_all: float  # now
@@ -185,15 +186,15 @@ class _Sums(NamedTuple):
     asked_of_sharing: float  # demand on the processes with slack
     asked_of_all: float
     slack_of_all: float
-    taken_by_others: float  # SLOTS: for each other process the larger of its part and its slots in use
-    waiting_elsewhere: float  # SLOTS: waiting requests of other processes
+    taken_by_others: float  # SLOTS only: sum over the other processes of max(part, used slots)
+    waiting_elsewhere: float  # SLOTS only: number of requests that wait in other processes
 
     def part(self, most: float) -> float:
-        """Return the part of this process, from 0 to 1."""
+        """Return this process's part, from 0 to 1."""
         return self.part_of(self.asks, self.slack, most)
 
     def part_of(self, asks: _NumberOrNumbers, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
-        """Return the part for the demand, plus a part of the rest by slack. Processes without slack come last."""
+        """Return the part by demand, plus a part of the rest by slack. Processes without slack are served last."""
         sharing = asks / max(self.asked_of_sharing, most) + self.slack_part_of(slack, most)
         left = max(0.0, 1 - self.asked_of_sharing / most)
         last = left * asks / (max(self.asked_of_all - self.asked_of_sharing, left * most) or 1.0)
@@ -201,42 +202,42 @@ class _Sums(NamedTuple):
         return part
 
     def slack_part_of(self, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
-        """Return the part by slack of the amount that no process asks for."""
+        """Return a process's part of the amount that no process asks for, by slack."""
         return max(0.0, 1 - self.asked_of_all / most) * slack / (self.slack_of_all or 1.0)
 
     def is_short(self, share: float, most: float, *, held: float) -> bool:
-        """Whether the process may soon refuse requests though others have the amount. One request is not enough."""
+        """Whether the process has refused requests, or may soon refuse some, although others hold the amount."""
         is_small = share < self.slack_part_of(self.slack, most) / 2
         return self.refused > 0 or is_small or held < self.demand * _AHEAD_S / 60
 
     def should_have(self, share: float, held: float, spare: float, most: float) -> float:
-        """Return the part of `held` + `spare` (the amount of all processes) that this process should hold."""
+        """Return how much of `held` + `spare`, the amount in all processes, this process should hold."""
         target = share * max(0.0, held + spare)
         at_once = min(self.refused, most * (1 - ROUNDING))
         if target < at_once and share < 1 - ROUNDING:
-            # The target is too small for the smallest refused request. The process gets the amount of that request, or
+            # The target is too small for the smallest refused request. The process receives this request's amount, or
             # leaves everything to other processes if the spare amount is too small.
             target = at_once if spare + self.held >= at_once else 0.0
         return target
 
 
 class Shares:
-    """The parts of all limits in the owner. For one thread."""
+    """The parts of all limits, as the owner assigns them. Used by one thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began_at: float | None = None  # time of the first report
-        self._is_settled = False
+        self._is_settled = False  # whether all processes have reported, or had time for it
         self._processes: dict[str, _Process] = {}  # the live processes
         self._num_expected = 0
         self._limits: dict[LimitId, _Limit] = {}
         self._table = _Table()
-        # By key and process, the amounts of budgets that running requests have reserved, without zeros.
+        # Budget amounts that running requests have reserved, by key and process, without zeros.
         self._reserved: defaultdict[str, dict[str, BudgetTotals]] = defaultdict(dict)
         self._moving: dict[LimitId, _Limit] = {}  # limits whose parts are changing, in the order of `moves_until`
 
     def answer(self, report: UsageReport, answer: UsageAnswer) -> UsageAnswer:
-        """Return the ledger's answer with the process's parts of limits and the reservations of other processes."""
+        """Return the ledger's answer, completed with the process's parts and the other processes' reservations."""
         now, is_new = self._clock(), report.process not in self._processes
         process = self._hear(report, now)
         shares = self._exchange(report, process, answer.totals, now)
@@ -251,14 +252,14 @@ class Shares:
         )
 
     def _with_reserved(self, key: str, used: BudgetTotals, but: str | None = None) -> BudgetTotals:
-        """Return a key's usage plus the reservations of running requests in all processes except `but`."""
+        """Return a key's usage plus the reservations in all processes except `but`."""
         reserved = self._reserved.get(key)
         if not reserved:
             return used
         return reduce(BudgetTotals.plus, (each for name, each in reserved.items() if name != but), used)
 
     def _hear(self, report: UsageReport, now: float) -> _Process:
-        """Record that a process lives, and remove the processes that have been silent for too long."""
+        """Record a live process and its reservations, and remove processes that have been silent for `LEASE_S`."""
         process = self._processes.get(report.process)
         if process is None:
             process = self._processes[report.process] = _Process(now, self._table.new_column())
@@ -285,25 +286,25 @@ class Shares:
     def _exchange(
         self, report: UsageReport, process: _Process, used: Mapping[str, BudgetTotals], now: float
     ) -> dict[LimitId, Share]:
-        """Return the parts of a process; empty while other processes may have parts that are unknown to this owner.
+        """Return a process's parts; empty while other processes may use parts that this owner does not know yet.
 
-        `used`: the ledger's totals of each key with budgets.
+        `used` holds the ledger's totals for each key with budgets.
         """
         name, uses = report.process, report.limits
         if self._began_at is None:
             self._began_at = now
         self._num_expected = max(self._num_expected, report.num_processes)
         if report.has_all_limits:
-            # Leave the limits of removed or changed keys; all limits if another process reports for this dead process.
+            # The process leaves the limits of removed or changed keys. A report for a dead process leaves all limits.
             self._leave(name, self._limits.keys() - uses.keys())
         limits = [self._limits.get(each) or self._new_limit(each, now) for each in uses]
         for limit in limits:
             limit.members.add(name)
-        rows, are_places = [each.row for each in limits], np.array([each.what == SLOTS for each in uses], dtype=bool)
+        rows, are_slots = [each.row for each in limits], np.array([each.what == SLOTS for each in uses], dtype=bool)
         if uses:
             slack = [1.0 if report.takes_slack else _SLACK_OF_BUDGET * (each.what in BUDGETS) for each in uses]
             self._table.note(
-                rows, process.column, list(uses.values()), are_places, slack=np.array(slack),
+                rows, process.column, list(uses.values()), are_slots, slack=np.array(slack),
                 passed_s=process.passed_s, now=now,
             )  # fmt: skip
         age_s, has_heard_all = now - self._began_at, len(self._processes) >= self._num_expected
@@ -311,13 +312,13 @@ class Shares:
         if not (uses and self._is_settled):
             return {}
         most = np.array([each.limit for each in uses], dtype=np.float64)
-        sums = self._table.sums(rows, process.column, most, are_places, now=now)
+        sums = self._table.sums(rows, process.column, most, are_slots, now=now)
         given = [
             self._given(limit_id, limit, name, each, used, now)
             for limit_id, limit, each in zip(uses, limits, sums, strict=True)
         ]
         self._table.values[[[_Table.SHARE], [_Table.HELD]], rows, process.column] = np.array(
-            [(each.has_share, each.has_held) for each in given]
+            [(each.has_share, each.stored_held) for each in given]
         ).T
         for limit_id, limit, each in zip(uses, limits, given, strict=True):
             if each.is_short:
@@ -341,13 +342,13 @@ class Shares:
                 del self._limits[limit_id]
 
     def _move(self, limit_id: LimitId, limit: _Limit) -> None:
-        """Mark a limit whose parts will change, so that its members are asked for reports even without own changes."""
+        """Mark a limit whose parts will change, so that its members are asked to report even without changes."""
         limit.moves_until = self._clock() + _MOVING_S
         self._moving.pop(limit_id, None)
         self._moving[limit_id] = limit
 
     def _moving_keys(self, process: str, now: float) -> set[str]:
-        """Return the keys of limits whose parts are changing and of which the process has a part."""
+        """Return the keys of this process's limits whose parts are changing."""
         for limit_id in list(takewhile(lambda each: now > self._moving[each].moves_until, self._moving)):
             del self._moving[limit_id]
         return {limit_id.key for limit_id, limit in self._moving.items() if process in limit.members}
@@ -362,45 +363,45 @@ class Shares:
         now: float,
     ) -> _Given:
         if limit_id.what == SLOTS:
-            return self._given_of_places(limit, process, sums, int(limit_id.limit))
+            return self._given_of_slots(limit, process, sums, int(limit_id.limit))
         if limit_id.what in BUDGETS:
             spent = self._with_reserved(limit_id.key, used.get(limit_id.key, _NOTHING))
             return _given_of_budget(sums, limit_id.limit - float(getattr(spent, BUDGETS[limit_id.what])))
         return _given_of_bucket(limit, sums, limit_id.limit, now)
 
-    def _given_of_places(self, limit: _Limit, process: str, sums: _Sums, most: int) -> _Given:
-        """Divide slots; see `_given_of_bucket`. Free slots go to waiting requests."""
+    def _given_of_slots(self, limit: _Limit, process: str, sums: _Sums, most: int) -> _Given:
+        """Return the process's new slots, as `_given_of_bucket` does for rates. Free slots go to waiting requests."""
         part = most * sums.part(most)
         if math.floor(part) <= sums.share <= math.ceil(part):
-            places = sums.share
+            slots = sums.share
         else:
-            places = float(self._table.whole_places(limit.row, self._processes[process].column, sums, most))
-        if places < sums.share <= (1 + _INDIFFERENT) * places:
-            places = sums.share  # a small change is not worth it: moving slots are useless to all processes
+            slots = float(self._table.whole_slots(limit.row, self._processes[process].column, sums, most))
+        if slots < sums.share <= (1 + _INDIFFERENT) * slots:
+            slots = sums.share  # a small change does not pay off, because no process can use a slot while it moves
         needed = sums.held + sums.refused
-        asked = needed if sums.waiting_elsewhere else max(places, needed)
-        if sums.waiting_elsewhere and sums.held > places:
-            # Its own requests would take every slot that becomes free, and requests of other processes would wait for
-            # ever. So the slots beyond its part go to other processes one by one.
-            asked = max(places, sums.held - 1)
-        places = max(0.0, min(asked, most - sums.taken_by_others))
-        # A slot that is taken away may be in use again, so another process gets it only after the next report.
-        share = Share(places, elsewhere=sums.waiting_elsewhere)
-        return _Given(share, max(places, sums.share), sums.held, places < needed)
+        asked = needed if sums.waiting_elsewhere else max(slots, needed)
+        if sums.waiting_elsewhere and sums.held > slots:
+            # The process's own requests would take every slot that becomes free, and other processes' requests would
+            # wait forever. Its surplus slots therefore move to other processes one by one.
+            asked = max(slots, sums.held - 1)
+        slots = max(0.0, min(asked, most - sums.taken_by_others))
+        # A slot that is taken away may be in use again, so another process receives it only after the next report.
+        share = Share(slots, elsewhere=sums.waiting_elsewhere)
+        return _Given(share, max(slots, sums.share), sums.held, slots < needed)
 
 
 class _Given(NamedTuple):
-    """The new part of a process, and the values to store in the table."""
+    """A process's new part, and the values to store in the table."""
 
     share: Share
     has_share: float
-    has_held: float
-    is_short: bool  # the part is smaller than it should be, because other processes have the rest
+    stored_held: float
+    is_short: bool  # whether the part is smaller than it should be, because other processes hold the rest
 
 
 def _given_of_bucket(limit: _Limit, sums: _Sums, most: float, now: float) -> _Given:
     held = sums.held_by_all
-    if limit.spare is None:  # first report: no process has a part, or a previous owner gave parts and its spare is lost
+    if limit.spare is None:  # no process holds a part yet, or a previous owner's spare amount is unknown
         limit.spare = 0.0 if sums.share or sums.shared_by_others else float(most)
         limit.counted_at = now
     unshared = max(0.0, 1 - sums.shared_by_others - sums.share)
@@ -415,11 +416,11 @@ def _given_of_bucket(limit: _Limit, sums: _Sums, most: float, now: float) -> _Gi
 
 
 def _given_of_budget(sums: _Sums, left: float) -> _Given:
-    """Divide a budget; see `_given_of_bucket`. `left`: the amount that is neither used nor reserved."""
+    """Return the new part of a budget. `left` is the amount that is neither used nor reserved."""
     held = sums.held_by_all
     share = sums.part(left) if left > 0 else 0.0
     given = min(sums.should_have(share, held, left - held, left) - sums.held, left - held)
-    # The process may have reserved the amount that is taken away, so others get the amount only after the next report.
+    # The process may have reserved the amount that is taken away, so others receive it only after the next report.
     has = sums.held + max(0.0, given)
     is_short = left > 0 and sums.is_short(has / left, left, held=has)
     return _Given(Share(share, given), sums.share, has, is_short)

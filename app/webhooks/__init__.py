@@ -1,4 +1,4 @@
-"""Signed messages about the ends of batches, stored until they arrive and sent to allowed addresses only.
+"""Sends signed messages when batches end. Stores them until they arrive, and sends to allowed addresses only.
 
-Import from the modules: the API's processes need only `receiver`, without the modules that send messages.
+Import from the modules directly, because the API's processes need only `receiver`, not the modules that send.
 """

@@ -1,7 +1,7 @@
 """Decides which URLs and addresses may receive messages: public ones over https, and networks that the settings allow.
 
-A strict pattern parses a URL, so that no other parser can read a different host from it. The address to which a host
-name leads is checked when the socket is made.
+A strict pattern parses a URL, so that no other parser can read a different host from it. The address behind a host name
+is checked when the socket is created, because the name may lead to different addresses at different times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from app.errors import InvalidRequest
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-PUBLIC_PORTS = (443, 8443)  # the allowed ports of public receivers: the ports of https, on which only https listens
+PUBLIC_PORTS = (443, 8443)  # public receivers may use only the ports of https, so that no other service is reached
 MAX_URL_LENGTH = 2048
 
-# The networks of IANA's special-purpose IPv4 registry that are not globally reachable, multicast, reserved networks,
+# The networks in IANA's special-purpose IPv4 registry that are not globally reachable, multicast, reserved networks,
 # and the address at which Azure serves its own machines.
 _SPECIAL_IPV4 = tuple(
     map(
@@ -32,12 +32,12 @@ _SPECIAL_IPV4 = tuple(
         "168.63.129.16/32".split(),
     )
 )
-# Public IPv6 addresses are those of the global unicast space without protocol assignments (such as Teredo and ORCHID),
+# Public IPv6 addresses lie in the global unicast space, except protocol assignments (such as Teredo and ORCHID),
 # documentation and 6to4. No address that contains an IPv4 address (mapped, translated or tunnelled) is public.
 _GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_IPV6 = tuple(map(ipaddress.IPv6Network, "2001::/23 2001:db8::/32 2002::/16 3fff::/20".split()))
 
-# A URL has no user, no fragment, no backslash, and only printable ASCII characters.
+# A URL contains only printable ASCII characters, and no user, fragment or backslash.
 _URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?"
     r"(?P<target>[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%\[\]-]*)?"
@@ -47,12 +47,12 @@ _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
 class ForbiddenAddress(OSError):
-    """Messages must not be sent to this address."""
+    """Raised for an address to which no message may be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookUrl:
-    """The parts of a URL. `host` has no brackets; `target` is the path and the query."""
+    """The parts of a URL. `host` is stored without brackets; `target` is the path and the query."""
 
     scheme: str
     host: str
@@ -65,7 +65,7 @@ class WebhookUrl:
 
     @property
     def may_be_public(self) -> bool:
-        """Whether a receiver with a public address may have this URL."""
+        """Whether a receiver at a public address may use this URL."""
         return self.scheme == "https" and self.port in PUBLIC_PORTS
 
 
@@ -73,18 +73,18 @@ class AddressGate:
     """Allows messages to public addresses over https, and to allowed networks over http or https."""
 
     def __init__(self, allowed_networks: Iterable[str], *, is_operators: bool = False) -> None:
-        """`allowed_networks` are allowed in addition to the public addresses, such as `10.0.0.0/8`.
+        """`allowed_networks`, such as `10.0.0.0/8`, are allowed in addition to the public addresses.
 
-        `is_operators` says that the receiver comes from the settings, not from a request. Every address that is not
-        public is then allowed as well.
+        `is_operators`: the receiver comes from the settings, not from a request. The operator is trusted, so every
+        address that is not public is then allowed as well.
         """
         self._allowed: tuple[Network, ...] = tuple(map(ipaddress.ip_network, allowed_networks))
         self._is_operators = is_operators
 
     def check(self, url: WebhookUrl, address: Address | None) -> None:
-        """Raise InvalidRequest if it is already known that nothing may be sent to a URL.
+        """Raise InvalidRequest if it is already certain that nothing may be sent to a URL.
 
-        `address` is None if the URL has a host name, because its addresses may change before a message is sent.
+        `address` is None if the URL contains a host name, whose addresses may change before a message is sent.
         """
         if (self._allowed or self._is_operators) and (address is None or self._is_in_allowed_network(address)):
             return
@@ -96,7 +96,7 @@ class AddressGate:
             raise _refused("names an address that is not a public one")
 
     def open_socket(self, url: WebhookUrl, address_info: tuple[Any, ...]) -> socket.socket:
-        """Open a socket for an entry of `getaddrinfo` for this URL. Raises ForbiddenAddress."""
+        """Open a socket for one of the URL's `getaddrinfo` entries. Raises ForbiddenAddress if it is not allowed."""
         family, kind, protocol, _, name = address_info
         address = ipaddress.ip_address(name[0].partition("%")[0])
         if not (url.may_be_public and is_public(address)) and not self._is_in_allowed_network(address):
@@ -117,7 +117,7 @@ def is_public(address: Address) -> bool:
 
 
 def parse_url(url: str, gate: AddressGate) -> WebhookUrl:
-    """Return the parts of a URL. Raises InvalidRequest if it is already known that nothing may be sent to the URL."""
+    """Return the parts of a URL. Raises InvalidRequest if it is already certain that nothing may be sent to the URL."""
     match = _URL.fullmatch(url) if len(url) <= MAX_URL_LENGTH else None
     if match is None:
         raise _refused(
@@ -152,5 +152,5 @@ def _address(host: str) -> Address | None:
 
 def _refused(reason: str) -> InvalidRequest:
     param = "webhook.url"
-    # The message never has the URL, because the part after the host may be secret.
+    # The message never quotes the URL, because the part after the host may be secret.
     return InvalidRequest(f"{param} {reason}", param=param)

@@ -1,4 +1,4 @@
-"""Sends a message to its receiver, in one request to a checked address, without redirects, limited in time and size."""
+"""Sends a message to its receiver, in one request to a checked address, without redirects and within a time limit."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from app.webhooks.signature import SigningKey
 # Returns the entries of `getaddrinfo` for a host and a port. Blocks.
 LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
-TIMEOUT_S = 10.0  # for one attempt: Standard Webhooks asks receivers to answer before they do any work
+TIMEOUT_S = 10.0  # limits one attempt; Standard Webhooks asks receivers to answer before they do any work
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookMessage:
-    """The message about the end of a batch."""
+    """The message that reports the end of a batch."""
 
     id: str
     batch_id: str
     owner: str
-    receiver: WebhookReceiver | None  # None: the default receiver of the settings
+    receiver: WebhookReceiver | None  # None for the default receiver in the settings
     event: str  # such as `batch.completed`
-    ended_at: int  # the end of the batch, in seconds since 1970
+    ended_at: int  # when the batch ended, in seconds since 1970
     num_attempts: int = 0  # includes the current attempt
 
     def body(self) -> bytes:
@@ -54,16 +54,16 @@ class WebhookMessage:
 
 
 class DeliveryFailed(Exception):
-    """The message probably did not arrive. `is_final` says that another attempt would fail as well."""
+    """Raised when a message probably did not arrive. `is_final`: another attempt would fail as well."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason  # reveals neither the URL nor the response of the host
+        self.reason = reason  # reveals neither the URL nor the host's response
         self.is_final = is_final
 
 
 class WebhookClient:
-    """Sends messages. Needs a running event loop only for `deliver`."""
+    """Sends messages. Only `deliver` requires a running event loop."""
 
     def __init__(
         self,
@@ -73,22 +73,22 @@ class WebhookClient:
         look_up: LookUp = _look_up_streams,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`allowed_networks` are those of the settings. An attempt may take at most `timeout_s` seconds.
+        """`allowed_networks` come from the settings. An attempt may take at most `timeout_s` seconds.
 
-        `tls` checks the certificate and the name of the host. The default context trusts the system's authorities.
+        `tls` checks the host's certificate and name. The default context trusts the system's authorities.
         """
         self.timeout_s = timeout_s
         self._gate = AddressGate(allowed_networks)
         self._operators_gate = AddressGate(allowed_networks, is_operators=True)
         self._tls = tls or ssl.create_default_context()
         self._look_up = look_up
-        # Separate threads, enough for all attempts that begin while the system waits for a name server. A name server
+        # There are enough threads for all attempts that begin while the system waits for a name server. A name server
         # that is slow on purpose therefore delays no other message.
         num_look_up_threads = 64
         self._threads = ThreadPoolExecutor(num_look_up_threads, thread_name_prefix="webhook-names")
 
     def check(self, receiver: WebhookReceiver) -> None:
-        """Raise InvalidRequest if nothing may be sent to the URL or the secret is invalid."""
+        """Raise InvalidRequest if nothing may be sent to the receiver's URL or its secret is invalid."""
         parse_url(receiver.url, self._gate)
         SigningKey.parse(receiver.secret)
 
@@ -148,7 +148,7 @@ class WebhookClient:
 
 
 class _Names(AbstractResolver):
-    """Looks up names in the client's threads."""
+    """Looks up host names in the client's threads."""
 
     def __init__(self, look_up: LookUp, threads: ThreadPoolExecutor) -> None:
         self._look_up = look_up
@@ -157,7 +157,7 @@ class _Names(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Return all stream addresses of a host. Raises OSError if the host has none."""
+        """Return all stream addresses of a host. Raises OSError if the look-up fails."""
         found = await asyncio.get_running_loop().run_in_executor(self._threads, self._look_up, host, port)
         return [
             ResolveResult(

@@ -1,4 +1,4 @@
-"""Sends the messages of ended batches until they arrive or are given up, and resumes after a crash."""
+"""Sends the messages about ended batches until they arrive or are given up, and resumes after a crash."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrySchedule:
-    """When failed attempts are repeated. A service has no reason to change the times; tests use shorter pauses."""
+    """When failed attempts are repeated. A service has no reason to change these times; tests use shorter pauses."""
 
     first_pause_s: float = 5.0  # long enough for a receiver to restart
-    max_pause_s: float = 3600.0  # a receiver that was down for long gets its messages within an hour
-    give_up_after_s: float = 86_400.0  # a day, the same time that a batch may take
+    max_pause_s: float = 3600.0  # a receiver that was down for long receives its messages within an hour
+    give_up_after_s: float = 86_400.0  # a day, which is also the time that a batch may take
 
     def pause_s(self, num_attempts: int, rng: random.Random) -> float:
         """Return the pause after `num_attempts` failed attempts, in seconds. The pause doubles up to `max_pause_s`.
 
-        The pause is a random part between half and all of that, so that messages that failed together are spread.
+        It is shortened randomly to between half and all of that, so that messages that failed together spread out.
         """
         whole = min(self.first_pause_s * 2.0 ** min(num_attempts - 1, 64), self.max_pause_s)
         return whole * rng.uniform(0.5, 1.0)
 
 
 class WebhookDispatcher:
-    """Sends messages that are due when a batch ends or a pause is over."""
+    """Sends each message when its batch ends, and again after each pause."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WebhookDispatcher:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        """`outbox` is used in `thread` only. `config` has the default receiver. `clock` returns seconds since 1970.
+        """Use `outbox` in `thread` only. `config` names the default receiver. `clock` returns seconds since 1970.
 
         `rng` spreads the attempts over time.
         """
@@ -62,7 +62,7 @@ class WebhookDispatcher:
         self._clock = clock
         self._rng = rng
         self._woken = asyncio.Event()
-        self._being_sent: Counter[str] = Counter()  # messages by owner
+        self._being_sent: Counter[str] = Counter()  # number of messages by owner
         self.num_attempts = self.num_delivered = self.num_given_up = 0  # counts of this process
 
     def wake(self) -> None:
@@ -84,7 +84,7 @@ class WebhookDispatcher:
                         await self._woken.wait()
 
     async def _send_due(self, group: asyncio.TaskGroup) -> float:
-        """Start sending the messages that are due. Returns the seconds to wait before the next call."""
+        """Start sending the messages that are due. Returns how many seconds to wait before the next call."""
         max_at_once = 16
         room = max_at_once - self._being_sent.total()
         max_sleep_s = 60.0
@@ -94,7 +94,7 @@ class WebhookDispatcher:
         due_at = await self._thread.run(self._outbox.next_due_at)
         if due_at is None or due_at > now:
             return max_sleep_s if due_at is None else min(due_at - now, max_sleep_s)
-        lease_s = 5.0  # time to store the outcome after the longest attempt
+        lease_s = 5.0  # leaves time to store the outcome after the longest attempt
         until = now + self._client.timeout_s + lease_s
         for message in await self._thread.run(self._outbox.take, now, until, room, dict(self._being_sent)):
             self._being_sent[message.owner] += 1
@@ -129,7 +129,7 @@ class WebhookDispatcher:
         pause = self._retries.pause_s(message.num_attempts, self._rng)
         next_at = self._clock() + pause
         is_late = next_at > message.ended_at + self._retries.give_up_after_s
-        max_attempts = 1000  # includes attempts that a crash has interrupted
+        max_attempts = 1000  # counts attempts that a crash has interrupted, which the schedule does not limit
         if failure.is_final or is_late or message.num_attempts >= max_attempts:
             logger.warning("webhook %s of %s: given up: %s", message.id, message.batch_id, failure.reason)
             self.num_given_up += 1

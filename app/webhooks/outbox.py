@@ -1,4 +1,4 @@
-"""The messages about the ends of batches, in the catalog's database. A message is stored when its batch is created."""
+"""Stores the messages about batches in the catalog's database. A message is stored when its batch is created."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class WebhookOutbox:
     """The table of messages. `add` and `batch_ended` are parts of the transaction that changes the batch."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Callable[[], AbstractContextManager[None]]) -> None:
-        """`transaction` begins a transaction of the catalog and raises OSError if this process may not write."""
+        """`transaction` begins a transaction in the catalog and raises OSError if this process may not write."""
         self._connection = connection
         self._transaction = transaction
 
     def add(self, batch_id: str, receiver: WebhookReceiver | None) -> None:
-        """Add the message of a new batch to `receiver` (None: the default receiver). Part of a transaction."""
+        """Add a new batch's message to `receiver` (None for the default receiver). Call inside a transaction."""
         url, secret = (receiver.url, receiver.secret) if receiver else (None, None)
         self._connection.execute(
             "INSERT INTO messages (batch_id, id, url, secret, state, num_attempts) VALUES (?, ?, ?, ?, ?, 0)",
@@ -45,7 +45,7 @@ class WebhookOutbox:
         )
 
     def batch_ended(self, batch_id: str, status: str, at: int) -> None:
-        """Make the message of a batch due, if the batch has a message. Part of a transaction."""
+        """Make the message of an ended batch due, if it has one. Call inside a transaction."""
         self._connection.execute(
             "UPDATE messages SET state = ?, event = ?, ended_at = ?, due_at = ? WHERE batch_id = ? AND state = ?",
             (DeliveryState.PENDING.value, f"batch.{status}", at, at, batch_id, DeliveryState.WAITING.value),
@@ -54,8 +54,8 @@ class WebhookOutbox:
     def take(self, now: float, until: float, limit: int, being_sent: Mapping[str, int]) -> list[WebhookMessage]:
         """Return at most `limit` due messages, count an attempt for each, and make them due again at `until`.
 
-        Owners with the fewest messages in `being_sent` go first, so that no owner waits behind all messages of another.
-        Attempts are counted in advance: attempts that die with the process are repeated, but not forever.
+        Owners with the fewest messages in `being_sent` go first, so that no owner waits behind all of another's
+        messages. Attempts are counted in advance, so that a message whose attempts crash the process is given up.
         """
         with self._transaction():
             due = self._connection.execute(
@@ -75,25 +75,25 @@ class WebhookOutbox:
         return [_message(row, owners[row["batch_id"]]) for row in rows]
 
     def num_pending(self) -> int:
-        """Return the number of messages of ended batches that are still to be sent, now or later."""
+        """Return the number of messages about ended batches that are still to be sent, now or later."""
         query = "SELECT count(*) FROM messages WHERE state = ?"
         [number] = self._connection.execute(query, (DeliveryState.PENDING.value,)).fetchone()
         return int(number)
 
     def next_due_at(self) -> float | None:
-        """Return when the next message is due, or None if no message waits to be sent."""
+        """Return when the next message is due, in seconds since 1970, or None if no message waits to be sent."""
         [due_at] = self._connection.execute("SELECT min(due_at) FROM messages").fetchone()
         return None if due_at is None else float(due_at)
 
     def put_off(self, message: WebhookMessage, until: float, reason: str) -> None:
-        """Schedule another attempt at `until`, after one has failed for this reason."""
+        """Schedule another attempt at `until`, because one has failed for this reason."""
         with self._transaction():
             self._connection.execute(
                 "UPDATE messages SET due_at = ?, reason = ? WHERE batch_id = ?", (until, reason, message.batch_id)
             )
 
     def end(self, message: WebhookMessage, state: DeliveryState, reason: str | None = None) -> None:
-        """End the attempts for a message, and delete its URL and secret."""
+        """Set the final state of a message, and delete its URL and secret, which are no longer needed."""
         with self._transaction():
             self._connection.execute(
                 "UPDATE messages SET state = ?, reason = ?, due_at = NULL, url = NULL, secret = NULL "

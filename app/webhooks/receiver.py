@@ -1,4 +1,4 @@
-"""Receivers of messages: the receiver that a batch names, or the default receiver of the settings."""
+"""Receivers of messages: the receiver that a batch names, or the default receiver in the settings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from app.webhooks.signature import SigningKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookReceiver:
-    """The URL that receives messages, and the secret that signs the messages."""
+    """The URL that receives messages, and the secret with which they are signed."""
 
     url: str = field(repr=False)
     secret: str = field(repr=False)
 
 
 def default_receiver(config: WebhooksConfig) -> WebhookReceiver | None:
-    """Return the receiver of the settings, or None. Reads the secret's file at each call, as the file may change.
+    """Return the receiver in the settings, or None. Reads the secret's file at each call, because it may change.
 
     Raises OSError or ValueError if the file cannot be read.
     """
@@ -32,7 +32,7 @@ def default_receiver(config: WebhooksConfig) -> WebhookReceiver | None:
 
 
 def check_default(config: WebhooksConfig) -> None:
-    """Raise InvalidSetup, which names the setting, if nothing can be sent to the default receiver."""
+    """Raise InvalidSetup if nothing can be sent to the default receiver. The error names the setting."""
     try:
         receiver = default_receiver(config)
         if receiver is not None:

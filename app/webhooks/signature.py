@@ -21,7 +21,7 @@ class SigningKey:
 
     @classmethod
     def parse(cls, secret: str) -> SigningKey:
-        """Parse a secret: `whsec_` and base64. Raises InvalidRequest, with a message that never has the secret."""
+        """Parse a secret of `whsec_` and base64. Raises InvalidRequest, whose message never quotes the secret."""
         prefix = "whsec_"
         try:
             key = base64.b64decode(secret.removeprefix(prefix), validate=True)
@@ -36,7 +36,7 @@ class SigningKey:
         return cls(key)
 
     def headers(self, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-        """Return the three headers of a message that is sent at `timestamp`, in seconds since 1970."""
+        """Return the three headers for a message that is sent at `timestamp`, in seconds since 1970."""
         signed = f"{message_id}.{timestamp}.".encode() + body
         digest = hmac.new(self._key, signed, hashlib.sha256).digest()
         return {

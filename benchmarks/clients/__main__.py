@@ -4,7 +4,7 @@
 
 Installs each client with pip or npm into its own environment in that folder (once; later runs use the environment),
 starts the service with a model, and lets every client make its checks. Coding agents use a second service, with a model
-that calls their tools. The last lines of stdout are a table of `docs/results/clients.md` and the commands that the
+that calls their tools. The last lines of stdout are a table of `docs/results/features.md` and the commands that the
 clients ran. If a client cannot be installed, its row says so and the other clients still run. A client from npm is
 skipped if the machine has no npm. The exit status is 1 if a check failed or a client could not be installed.
 """

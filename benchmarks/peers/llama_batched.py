@@ -65,9 +65,9 @@ class Context:
         status = self._llama.llama_decode(self._context, batch)
         if status != 0:
             raise SystemExit(f"llama_decode returned {status}")
-        return [self._likeliest(at) for at, item in enumerate(items) if item[3]]
+        return [self._argmax(at) for at, item in enumerate(items) if item[3]]
 
-    def _likeliest(self, at: int) -> int:
+    def _argmax(self, at: int) -> int:
         logits = self._llama.llama_get_logits_ith(self._context, at)
         return int(self._numpy.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from app.api.auth.keys import AccountLimits, KeyRing
-from app.api.auth.limits import PLACE_WAIT_S, Account, SharedPools
+from app.api.auth.limits import SLOT_WAIT_S, Account, SharedPools
 from app.config import KeyConfig
 from app.errors import BudgetSpent, LimitReached
 from app.jobs.usage_ledger import SCHEMA, UsageLedger
@@ -176,7 +176,7 @@ class _Run:
         ingress, request = self._ingress(), self._request()
         lasts_s = self._rng.uniform(0.5, 9.5)
         self._ask(self._single.account, self.single, request, lasts_s)
-        self._come(ingress.account, request, lasts_s, self.now + PLACE_WAIT_S)
+        self._come(ingress.account, request, lasts_s, self.now + SLOT_WAIT_S)
         self._at(self.now + self._rng.expovariate(self._num_per_s), self._arrive)
 
     def _insist(self, request: _Request) -> None:
@@ -186,9 +186,9 @@ class _Run:
             self._at(self.now + refusal.retry_after_s, partial(self._insist, request))
 
     def _come(self, account: Account, request: _Request, lasts_s: float, until_s: float) -> None:
-        """Wait for a place until `until_s` at most, as `Account.wait_for_place` does, then ask."""
-        places = account.places
-        if places is None or not places.may_come or self.now >= until_s:
+        """Wait for a slot until `until_s` at most, as `Account.wait_for_slot` does, then ask."""
+        slots = account.slots
+        if slots is None or not slots.may_come or self.now >= until_s:
             self._ask(account, self.shared, request, lasts_s)
             return
         account.pools.note_change(account.name)
@@ -198,10 +198,10 @@ class _Run:
             nonlocal has_gone_on
             if not has_gone_on:
                 has_gone_on = True
-                places.leave(go_on)
+                slots.leave(go_on)
                 self._come(account, request, lasts_s, until_s)
 
-        places.wait(go_on)
+        slots.wait(go_on)
         self._at(until_s, go_on)
 
     def _ingress(self) -> _Ingress:

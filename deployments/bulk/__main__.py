@@ -1,8 +1,8 @@
 """Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
 
-The run starts engines for itself. The engines run on the Ray cluster that the run joins (`ray job submit --working-dir
-. -- python -m deployments.bulk ...`); without such a cluster the run starts a local one. Mistakes in the arguments are
-reported before Ray is imported. A run that was killed at any moment can be resumed with --resume.
+The run starts its own engines: on the cluster of its Ray job (`ray job submit --working-dir . -- python -m
+deployments.bulk ...`), or else on a local cluster that it starts. Mistakes in the arguments are reported before Ray is
+imported. A run that was killed at any moment can be resumed with --resume.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from app.jobs.run_folder import OUTPUTS, Summary, finished_summary, open_run
 from deployments.bulk.options import Options, read_options
 from deployments.cli import INTERRUPTED
 
-ROWS_FAILED = 3  # the exit status if no row was answered; with --fail-on-row-errors, if any row failed
+ROWS_FAILED = 3  # the exit status if all rows failed or, with --fail-on-row-errors, if any row failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, ROWS_FAILED, 1 after an error, which is printed, or INTERRUPTED after Ctrl-C."""
+    """Run the command. Returns its exit status: 0, ROWS_FAILED, 1 after an error, or INTERRUPTED after Ctrl-C."""
     try:
         options = read_options(arguments)
         summary = _run(options)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> Summary:
-    """Run the job and return its summary; a finished run is not computed again. Raises as `run_on_pool` does."""
+    """Run the job and return its summary. A finished run is not computed again. Raises InvalidSetup or Failure."""
     found = look_through(find_files(options.input), options.rows)
     run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
     finished = finished_summary(options.output, run) if options.resume else None
@@ -54,14 +54,12 @@ def _run(options: Options) -> Summary:
 
 
 def _set_environment(*, is_local_model: bool) -> None:
-    """Set the environment variables that Ray and the model hub read, apart from those that the caller has set."""
+    """Set environment variables for Ray and the model hub. Variables that the caller has set are not changed."""
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a reader that outlives a failed job would start another cluster
     }
-    if (
-        "RAY_ADDRESS" not in os.environ
-    ):  # the run starts a cluster on this machine alone: see deployments/launcher/supervisor.py
+    if "RAY_ADDRESS" not in os.environ:  # a cluster on this machine alone, see deployments/launcher/supervisor.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if is_local_model:
         defaults["HF_HUB_OFFLINE"] = "1"

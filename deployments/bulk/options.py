@@ -1,4 +1,4 @@
-"""The command line of a bulk run. No Ray here, so that mistakes are reported at once."""
+"""Parses the command line of a bulk run. No Ray here, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deployments.serve.settings import parse, read_serve_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """A checked command line."""
+    """A validated command line."""
 
     input: str
     output: Path
@@ -34,14 +34,14 @@ class Options:
         return all(map(is_local, self.served.engine.model_paths.values()))
 
     def description(self) -> dict[str, Any]:
-        """The settings on which the answers depend. A resumed run must have equal ones; the engine count may differ."""
+        """Return the settings that determine the answers. A resumed run may only change others, such as --engines."""
         return _model_of(self.served) | asdict(self.rows) | {"format": self.output_format}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
-    """Parse the command line. Raises InvalidSetup for mistakes in the config file; argparse exits with 2 for others."""
+    """Parse the command line. Raises InvalidSetup for mistakes in the config; argparse exits with 2 for all others."""
     given = _parser().parse_args(arguments)
-    # Rows seldom repeat: their KV blocks would be written to a cache tier and never read again.
+    # Use no cache tiers: rows rarely repeat, so their KV blocks would be written to a tier and never read again.
     served = _served(given.config, given.model).with_setting("engine.cache.tiers", ())
     if given.engines is not None:
         served = served.with_setting("replicas.num_replicas", given.engines)
@@ -70,7 +70,7 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
         | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
         | ({} if served.pooling == "auto" else {"pooling": served.pooling})
         | {
-            "through": "pool",  # kept so that folders of earlier versions still match
+            "through": "pool",  # lets runs of earlier versions, which stored this field, be resumed
             "model": model.path,
             "model_name": served.name,
             "revision": model.revision,
@@ -88,10 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder for this run alone")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="format of the results")
     parser.add_argument("--model", metavar="MODEL", help="the name of a model in --config, a folder, or a hub id")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file for the model and its engines")
     parser.add_argument("--engines", type=positive, metavar="N", help="number of engines (the config's num_replicas)")
     columns = parser.add_mutually_exclusive_group()
-    columns.add_argument("--prompt-column", metavar="NAME", help="column with a prompt, as /v1/completions takes it")
+    columns.add_argument("--prompt-column", metavar="NAME", help="column with a prompt, as for /v1/completions")
     columns.add_argument("--messages-column", metavar="NAME", help="column with a list of messages or a user's text")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="for rows without max_tokens")
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="for rows without one; 0 is greedy")
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _served(config: Path | None, model: str | None) -> ServedModelConfig:
-    """Return the model to run. Raises InvalidSetup if the config has several models and `model` names none."""
+    """Return the model to run. Raises InvalidSetup if the config has several models and `model` is None."""
     applications = [parse({})] if config is None else list(read_serve_file(config).applications.values())
     models = {served.name: served for application in applications for served in application.models}
     if model in models:

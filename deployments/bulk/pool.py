@@ -1,8 +1,8 @@
-"""Runs a number of engines on a backlog of items, and replaces engines that die.
+"""Runs several engines on a backlog of items, and replaces engines that die.
 
-Each engine always has one call in flight: the call takes new items to the engine and returns items that have ended. An
-engine holds three times the items that it runs at once, so that it never waits for the next call. Items never wait for
-each other. docs/design/jobs.md says why items are not sent in blocks of Ray Data, as `map_batches` would send them.
+Each engine always has one call in flight, which passes new items to it and returns items that have ended. An engine
+holds three times as many items as it can run at once, so that it never idles until the next call. Items never wait for
+one another. docs/design/jobs.md explains why items are not sent in blocks of Ray Data, as `map_batches` would do.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class EnginePool(Executor[PreparedItem]):
-    """The engines of a run."""
+    """Computes the items of a run on engines of its own."""
 
     def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
-        """Run one engine for each replica of `served`. An item resumes after the tokens that `partial` has for it."""
+        """Run one engine for each replica of `served`. Items resume after the tokens that `partial` stores for them."""
         super().__init__(run)
         self._served = served
         self._threads = [served.engine.model.num_threads] * self._size * served.replicas.tensor_parallel
@@ -48,7 +48,6 @@ class EnginePool(Executor[PreparedItem]):
         self._model_info: Any = None  # Ray reference to a `ModelInfo`
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return one coroutine for each engine."""
         return [self._work(number) for number in range(self._size)]
 
     @property
@@ -64,13 +63,13 @@ class EnginePool(Executor[PreparedItem]):
         return self._served.replicas.num_replicas
 
     async def model_info(self) -> Any:
-        """Return a reference to the model info of an engine. Items can be read while that engine loads."""
+        """Return a Ray reference to an engine's `ModelInfo`. The engine may still be loading."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._model_info is not None)
         return self._model_info
 
     async def _work(self, number: int) -> None:
-        """Run one engine until no item is left. If the engine dies, start another one in its place.
+        """Run one engine until no item is left, and replace it whenever it dies.
 
         Raises:
             InvalidSetup: the model cannot be loaded.
@@ -124,7 +123,7 @@ class EnginePool(Executor[PreparedItem]):
             room = self._window - self._backlog.num_requests_on(number)
             items = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if items:
-                await self.has_changed()  # the backlog has room, so the reader can continue
+                await self.has_changed()  # the backlog has room again, so the reader can continue
             call = actor.exchange.remote(
                 [item.continued_after(self._partial.token_ids(item.number)) for item in items],
                 self._window // 3,
@@ -166,18 +165,18 @@ class EnginePool(Executor[PreparedItem]):
 
 
 class EngineActor:
-    """A Ray actor that runs one engine in a separate process. The caller repeats `exchange` to pass items in and out.
+    """A Ray actor that runs one engine in its own process. The caller repeats `exchange` to pass items in and out.
 
-    If the actor dies, the items that it has not returned are lost. The caller knows these items and sends them again.
+    If the actor dies, the items that it has not returned are lost, and the caller sends them to another actor.
     """
 
     def __init__(self, config: EngineConfig, threads: AskedThreads, replicas: ReplicasConfig = ONE_DEVICE) -> None:
-        """`threads` has the number of threads of every engine of the run, including this one."""
+        """`threads` lists the thread counts of all engines in the run, including this one."""
         self._config, self._threads, self._replicas = config, threads, replicas
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelInfo:
-        """Load the model. Raises InvalidSetup. Separate from `__init__`, whose errors Ray reports as a dead actor."""
+        """Load the model. Raises InvalidSetup, which Ray would report as a dead actor if `__init__` raised it."""
         config = with_threads(self._config, self._threads, num_ranks=self._replicas.tensor_parallel)
         keep_near(self._threads, self._replicas)
         engine = build_sync_engine(config, self._replicas)
@@ -189,7 +188,7 @@ class EngineActor:
         return engine.model_info
 
     def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:
-        """Add items and return the items that have ended, as `EngineWorker.collect` does. Raises EngineStopped."""
+        """Add items, and return the progress from `EngineWorker.collect`. Raises EngineStopped."""
         assert self._worker is not None, "`load` must be called before `exchange`"
         self._worker.add(items)
         return self._worker.collect(at_least=at_least, within_s=within_s)

@@ -1,4 +1,4 @@
-"""A bulk run on its own engines: Ray Data reads the input and an `EnginePool` computes the items."""
+"""Performs a bulk run on its own engines: Ray Data reads the input, and an `EnginePool` computes the items."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, served: 
     """Answer every row, write the output and return the summary.
 
     Raises:
-        InvalidSetup: the model cannot be loaded, or the cluster is too small.
-        Failure: the output cannot be written, or engines or readers die again and again.
+        InvalidSetup: the model cannot be loaded, or the cluster has too few GPUs.
+        Failure: the output cannot be written, or engines or readers fail repeatedly.
     """
     run = JobRun[PreparedItem](folder.results, RecordFormat().invalid, progress=RunProgress(found.num_rows))
 
@@ -73,7 +73,7 @@ def _until_it_breaks(
 
 
 def _join_or_start_ray(replicas: ReplicasConfig) -> None:
-    """Join the cluster in RAY_ADDRESS (set in Ray jobs), or start one. Raises InvalidSetup if the GPUs are too few."""
+    """Join the cluster that RAY_ADDRESS names (as in Ray jobs), or start one. Raises InvalidSetup for too few GPUs."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:

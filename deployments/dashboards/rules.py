@@ -84,7 +84,10 @@ ALERTS = (
     ),
     Alert(
         name="CarouselWantsReplicas",
-        expr="max by (model_name) (carousel_replicas_wanted) > count by (model_name) (carousel_slots)",
+        expr=(  # a model without replicas has no series of slots
+            "max by (model_name) (carousel_replicas_wanted)"
+            " > (count by (model_name) (carousel_slots) or 0 * max by (model_name) (carousel_replicas_wanted))"
+        ),
         lasts="10m",
         summary="{{ $labels.model_name }} needs {{ $value }} replicas and has fewer.",
     ),
@@ -148,7 +151,10 @@ ALERTS = (
     Alert(
         name="CarouselLoopStalls",
         expr="sum by (process, id) (rate(carousel_loop_stalled_seconds_total[5m])) > 0.05",
-        summary="The event loop of {{ $labels.process }} {{ $labels.id }} is blocked for {{ $value }} of the time.",
+        summary=(
+            "The event loop of {{ $labels.process }} {{ $labels.id }} is blocked for"
+            " {{ $value | humanizePercentage }} of the time."
+        ),
     ),
     Alert(
         name="CarouselBatchLinesFail",

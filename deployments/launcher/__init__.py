@@ -1,1 +1,1 @@
-"""The launcher behind `make serve`: it starts a Ray cluster and deploys one config file on the cluster."""
+"""The launcher behind `make serve`, which starts a Ray cluster and deploys one config file on it."""

@@ -1,4 +1,4 @@
-"""The arguments of `carousel serve`, and answers to flags that people know from other servers."""
+"""Parses the arguments of `carousel serve`, and answers flags that users know from other servers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _OF_A_MODEL = "models[]."
 
 
 class _Option(NamedTuple):
-    """An option of the command that sets one setting of the config."""
+    """A command line option that overrides one setting of the config."""
 
     flag: str
-    setting: str  # a dotted path in the file; a path after `models[].` is in the config's only model
+    setting: str  # a dotted path in the config; the part after `models[].` is a path in its only model
     kind: type
     help: str
 
@@ -34,7 +34,7 @@ OPTIONS = (
     _Option("--api-keys", "api.keys_file", str, "a file of API keys; `carousel key NAME` prints an entry"),
 )
 
-# Flags of vLLM, SGLang, llama.cpp and Ollama, with the replacement here. Dotted names are settings of a config file.
+# Maps flags of vLLM, SGLang, llama.cpp and Ollama to their replacements here. Dotted names are settings in a config.
 _MODEL = "name the model as the argument: `carousel serve MODEL`"
 _ALWAYS, _NEVER = "leave the flag out: this is always on", "leave the flag out: there is nothing to set"
 ANSWERS: Mapping[str, str] = {
@@ -106,21 +106,21 @@ ANSWERS: Mapping[str, str] = {
 
 
 class Given(NamedTuple):
-    """The model and the config that the command line asks for."""
+    """The parsed command line."""
 
     model: str | None  # None: the models of the config
     config: Path
-    changes: dict[str, Any]  # new values of settings, by the paths in `OPTIONS`
+    changes: dict[str, Any]  # maps the paths in `OPTIONS` to new values
     dashboard: bool
 
 
 def is_config(what: str) -> bool:
-    """Return whether an argument names a config file. Any other argument names a model."""
+    """Return whether an argument names a config file, by its suffix. Any other argument names a model."""
     return Path(what).suffix in _CONFIGS
 
 
 def parsed(arguments: Sequence[str] | None, command: str, description: str) -> Given:
-    """Parse the arguments. An unknown flag ends the process with status 2; a flag of another server gets an answer."""
+    """Parse the arguments. An unknown flag exits with status 2; for another server's flag, its replacement is shown."""
     parser = argparse.ArgumentParser(prog=f"carousel {command}", description=description)
     parser.add_argument(
         "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG",
@@ -152,7 +152,7 @@ def _answers_to(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write the options of a command into a config. Raises InvalidSetup if an option fits none or several models."""
+    """Write `changes` into a parsed config. Raises InvalidSetup if a setting of a model fits none or several models."""
     for setting, value in changes.items():
         place = document if setting.startswith("http_options.") else _only_args(document)
         path = setting

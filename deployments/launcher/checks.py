@@ -1,6 +1,6 @@
-"""`carousel check CONFIG or MODEL` finds every mistake that can be found without Ray and without loading a model.
+"""`carousel check CONFIG or MODEL` finds all mistakes that can be found without Ray and without loading a model.
 
-`carousel serve` makes the same checks before it starts Ray. No check writes anything.
+`carousel serve` performs the same checks before it starts Ray. No check writes anything.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from deployments.launcher.trial import check_name, is_known
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined, mistakes_of_model, place_in
 
 MISTAKES = 2  # the exit status
-# The smallest fraction of a float32 file that stays in memory, by `model.quantization`; without quantization 0.5.
+# The smallest fraction of a float32 file that stays in memory, by `model.quantization`. Without quantization it is 0.5.
 _LEFT = {"int8": 0.25, "int4": 0.125}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print all mistakes. Return the exit status: 2 if there are mistakes, else 0."""
+    """Print all mistakes. Returns the exit status, which is MISTAKES if there are any, otherwise 0."""
     parser = argparse.ArgumentParser(
         prog="carousel check", description="Find the mistakes in a config without starting the service."
     )
@@ -56,16 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refusal(what: object, mistakes: Sequence[str]) -> str:
-    """Return the text that shows all mistakes to the operator."""
+    """Return the message for the operator, with one mistake per line."""
     count = f" ({len(mistakes)} mistakes)" if len(mistakes) > 1 else ""
     return "\n".join([f"{what} cannot be served{count}:", *mistakes])
 
 
 def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistakes]:
-    """Read a Serve config file, and find all mistakes in the file and in the models and folders that the file names.
+    """Read a Serve config file, and find all mistakes in it and in the models and folders that it names.
 
-    is_starting: check that the port is free. `carousel check` does not, because the service may already run there.
-
+    With `is_starting`, the port must be free. `carousel check` omits this, because the service may be running already.
     Raises InvalidSetup if the file is not a Serve config file.
     """
     file, mistakes = examined(path)
@@ -102,7 +101,7 @@ def _mistakes_of_folders(where: str, served: ServedModelConfig) -> Mistakes:
 
 
 def check_folder(path: str) -> None:
-    """Raise InvalidSetup if the folder is missing and cannot be made, or if this user may not write in the folder."""
+    """Raise InvalidSetup if the folder is missing and cannot be created, or if this user cannot write to it."""
     place = Path(os.path.expanduser(path)).absolute()
     nearest = next(each for each in (place, *place.parents) if os.path.exists(each))
     if not nearest.is_dir():
@@ -115,7 +114,7 @@ def check_port(config: ServeFile, path: Path) -> None:
     """Raise InvalidSetup if the service cannot listen on the host and port of the config."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family) as probe:
-        # Servers set this option as well, so that connections of the last run that still close are no obstacle.
+        # Servers set this option as well, so that connections of the last run that are still closing do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))
@@ -131,9 +130,9 @@ def check_port(config: ServeFile, path: Path) -> None:
 
 
 def check_memory(file: ServeFile) -> None:
-    """Raise InvalidSetup if KV memory and weights of the replicas on CPUs exceed the memory of this machine.
+    """Raise InvalidSetup if the KV memory and weights of all CPU replicas exceed this machine's memory.
 
-    The sum is a lower bound: autoscaling may add replicas, and a process needs more than weights and KV memory.
+    The sum is a lower bound, because autoscaling may add replicas, and a process needs more than weights and KV memory.
     """
     parts = sorted(_least_bytes(file), key=lambda part: -part[1])
     largest = ", ".join(f"{name} {num_bytes / GIB:,.2f}" for name, num_bytes in parts)
@@ -146,7 +145,7 @@ def check_memory(file: ServeFile) -> None:
 
 
 def _least_bytes(file: ServeFile) -> Iterator[tuple[str, int]]:
-    """Yield the bytes of KV memory and of weights, each with its name. Replicas on one machine share weights."""
+    """Yield (name, bytes) for each KV memory and for each model's weights, which replicas on one machine share."""
     weights: dict[tuple[str, str], int] = {}
     for _, served in file.models:
         model, replicas = served.engine.model, served.replicas

@@ -1,4 +1,4 @@
-"""Deploys a config file on the cluster of this process, waits until the service is ready, and reports changes."""
+"""Deploys a config file on this process's cluster, waits until the service is ready, and reports changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SERVICE = "the HTTP service"
 
 
 def roll_out(path: Path, lines: StatusLines) -> NoReturn:
-    """Deploy the config and report until a signal comes. Raises InvalidSetup if the application cannot start."""
+    """Deploy the config, then report changes until a signal. Raises InvalidSetup if an application cannot start."""
     config = read_serve_file(path)
     too_many = excess([each for application in config.applications.values() for each in asked_threads(application)])
     if too_many:
@@ -45,7 +45,7 @@ def roll_out(path: Path, lines: StatusLines) -> NoReturn:
         deploy(ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
     except RayError as error:
         if "already in use" in str(error).lower():
-            check_port(config, path)  # another process has taken the port since the launcher checked it
+            check_port(config, path)  # raises if a process has taken the port since the launcher checked it
         raise InvalidSetup(f"the HTTP proxy of Serve did not start: {reason(str(error))}") from error
     _wait_until_ready(config, lines, Path(os.environ[progress.FOLDER]))
     _say(_welcome(config, lines.elapsed_s))
@@ -53,7 +53,7 @@ def roll_out(path: Path, lines: StatusLines) -> NoReturn:
 
 
 def check_gpus(config: ServeFile) -> None:
-    """Raise InvalidSetup if the cluster has fewer GPUs than all replicas together need."""
+    """Raise InvalidSetup if the cluster has fewer GPUs than all replicas together require."""
     served = [model.replicas for application in config.applications.values() for model in application.models]
     num_gpus = sum(replicas.max_replicas * replicas.reserved_gpus for replicas in served)
     found = ray.cluster_resources().get("GPU", 0)
@@ -68,26 +68,26 @@ def check_gpus(config: ServeFile) -> None:
 def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None:
     """Block until all models are ready and /ready answers. Raises InvalidSetup with the reason if a deployment failed.
 
-    told: the folder in which the replicas report the steps of their start; see `app.progress`.
+    `told` is the folder in which replicas report the steps of their start; see `app.progress`.
     """
     while True:
         status = serve.status()
         failure = _failure(status)
         if failure:
             raise InvalidSetup(failure)
-        doing = _doing(config, status, progress.told(told))
+        doing = _doing(config, status, progress.reported_steps(told))
         if all(what == READY for what in doing.values()) and not _answers_ready(config):
             doing[SERVICE] = f"waiting for an answer from {_address(config)}/ready"
         lines.show(doing, done=READY)
         if all(what == READY for what in doing.values()):
             return
-        time.sleep(0.3)  # each pass costs 50 ms of CPU time here and in Serve, which starting processes need
+        time.sleep(0.3)  # each pass costs 50 ms of CPU time here and in Serve, which the starting processes need
 
 
 def _doing(config: ServeFile, status: ServeStatus, told: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the state of each model, by its name, and of the deployments that serve all models.
+    """Return the state of each model by name, and under SERVICE the state of the deployments that serve all models.
 
-    told: the steps that the replicas reported, by the name of their model; see `app.progress`.
+    `told` maps the name of each model to the steps that its replicas have reported; see `app.progress`.
     """
     doing, others = {}, []
     for name, application in config.applications.items():
@@ -118,7 +118,7 @@ def _doing_of_model(deployment: DeploymentStatusOverview | None, told: Sequence[
 def _trouble(deployment: DeploymentStatusOverview) -> str:
     """Return the last line of Serve's message about a deployment that has not started.
 
-    The message that a start takes long is dropped. The message that a deployment waits for resources is shown.
+    Returns "" if the message only says that the start takes long. A message about missing resources is returned.
     """
     takes_long = "have taken more than" in deployment.message and "to initialize" in deployment.message
     return "" if takes_long else reason(deployment.message).rpartition("\n")[2]
@@ -133,7 +133,7 @@ def _answers_ready(config: ServeFile) -> bool:
 
 
 def _failure(status: ServeStatus) -> str:
-    """Return the reasons of all failed applications, one a line; empty if no application failed."""
+    """Return the reasons why applications failed, one per line, or "" if none has failed."""
     lines = []
     for name, application in status.applications.items():
         if application.status == ApplicationStatus.DEPLOY_FAILED:
@@ -147,7 +147,7 @@ def _failure(status: ServeStatus) -> str:
 
 
 def reason(message: str) -> str:
-    """Return the useful part of Serve's message: the text of our own error, else the end of the traceback."""
+    """Return the useful part of Serve's message: the text of our own error, if any, or the end of the traceback."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", message).strip()
     ours = plain.rpartition("\napp.errors.")[2] if "\napp.errors." in plain else ""
     if ours:
@@ -156,7 +156,7 @@ def reason(message: str) -> str:
 
 
 def _report_changes() -> NoReturn:
-    """Print a line for each change of an application's state. Ends only by a signal."""
+    """Print a line whenever an application's state changes. Never returns; a signal ends the process."""
     known = {name: application.status for name, application in serve.status().applications.items()}
     while True:
         time.sleep(10.0)  # each status call costs Serve 30 ms of CPU time

@@ -1,9 +1,9 @@
 """`carousel serve [MODEL or CONFIG]` checks the config, sets the environment, and starts and stops the service.
 
-The launcher has two processes. This process checks the config and the ports, starts `deployments.launcher.foreground`
-with the environment that Ray and Serve read, and waits for a signal or for the end of the child. This process imports
-no Ray, so that it answers at once and always lives to clean up: all processes of the child are in the child's session,
-and none of them outlives this process. A child that was killed is started again, for example after Ray's head ended.
+The launcher consists of two processes. This one checks the config, starts `deployments.launcher.foreground` with the
+environment for Ray and Serve, and waits for a signal or the child's end. It does not import Ray, so it answers at once
+and always survives to clean up: all processes of the service belong to the child's session, and none of them outlives
+this process. If the child is killed, for example after Ray's head has ended, it is restarted.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from deployments.serve.settings import (
 )
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-STOP_TIMEOUT_S = 8.0  # how long the service may take to end by itself
+STOP_TIMEOUT_S = 8.0  # how long the service may take to stop by itself
 END_TIMEOUT_S = 2.0  # how long remaining processes may take to end after SIGTERM, before they are killed
-MAX_RESTARTS = 3  # within RESTARTS_WITHIN_S; after one more loss the launcher gives up
+MAX_RESTARTS = 3  # within RESTARTS_WITHIN_S; if the child is killed once more, the launcher gives up
 RESTARTS_WITHIN_S = 600.0
-_LONGER_WAIT_S = 5.0  # added to the wait before each further restart within that time; the first does not wait
+_LONGER_WAIT_S = 5.0  # the first restart within that time is immediate, and each further one waits this much longer
 _OUR_PORTS = range(20_000, 30_000)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes.
+    """Serve until a signal arrives.
 
-    Return the exit status: 0 after a signal, 2 for mistakes that are found before Ray starts, 1 if the service cannot
-    start or has died.
+    Returns the exit status: 0 after a signal, 2 for mistakes found before Ray starts, 1 if the service fails or dies.
     """
     given = parsed(sys.argv[1:] if arguments is None else arguments, "serve", "Serve a model or a config file here.")
-    # numpy reads GGUF files. The threads of numpy must not take the signals that this process waits for later.
+    # numpy reads GGUF files. Import it with signals blocked, or its threads would take signals meant for this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     import_module("numpy")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return MISTAKES
         max_files = allow_many_files()
         warning = check_connections(max_files, os.environ.get(MAXCONN))
-        # Signals now wait until `sigwait` takes them, and cannot interrupt a start or an end.
+        # From here on, signals stay pending until `sigwait` takes them, so they cannot interrupt a start or an end.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     except InvalidSetup as error:
         print(refusal(path, str(error).splitlines()), file=sys.stderr, flush=True)
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if warning:
         print(f"Warning: {warning}", flush=True)
-    # TMPDIR is ignored: Ray and HAProxy create sockets in this folder, and a socket's path may have 97 characters.
+    # Ignore TMPDIR: Ray and HAProxy create sockets in this folder, and a socket's path must not exceed 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
     (run_folder / "progress").mkdir()
     command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run the child until a signal comes or the child exits; restart a killed child. Return the exit status."""
+    """Run the child until a signal arrives or it exits by itself; restart it if killed. Returns the exit status."""
     restarted_s: list[float] = []
     while True:
         child = subprocess.Popen(command, env=variables, start_new_session=True)
@@ -119,7 +118,7 @@ def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def supervise(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a signal (returns 0) or for the child's end (returns 1), then end all processes of its session."""
+    """Wait for a signal (returns 0) or the child's end (returns 1), then end all processes of its session."""
     received = signal.SIGCHLD
     while received == signal.SIGCHLD and child.poll() is None:
         received = signal.Signals(signal.sigwait(STOP_SIGNALS | {signal.SIGCHLD}))
@@ -139,10 +138,10 @@ def supervise(child: subprocess.Popen[bytes]) -> int:
 def environment(
     config: ServeFile, run_folder: Path, inherited: Mapping[str, str], *, max_files: int = 1024
 ) -> dict[str, str]:
-    """Return the child's environment: Serve's fast modes, all files of this run in `run_folder`, Ray on loopback only.
+    """Return the child's environment: Serve's fast modes, the run's files in `run_folder`, and Ray on loopback.
 
-    Variables of the caller stay, apart from those that would join or disturb another cluster. max_files: the number of
-    files that each process may open.
+    The caller's variables take precedence, except those that would join or disturb another cluster. `max_files` is the
+    number of files that each process may open.
     """
     ours = {
         progress.FOLDER: f"{run_folder}/progress",
@@ -157,43 +156,43 @@ def environment(
     defaults = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # The default of 4 MiB for a call between deployments is too small for a stored request body of 4 MiB.
+        # The default limit of 4 MiB for a call between deployments is too small for a stored request body of 4 MiB.
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2 * MAX_REQUEST_BYTES),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(next(free)),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(free)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(free)),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # A module that each Ray worker imports while it waits for work.
+        # Each Ray worker imports this module while it waits for work.
         "RAY_preload_python_modules": "deployments.preload",
-        # Nothing reads this socket, because the ingress logs requests. Ray's default opens a UDP port for the log.
+        # Nobody reads this socket, because the ingress logs requests. Ray's default would open a UDP port for the log.
         "RAY_SERVE_HAPROXY_LOG_TARGET": f"{run_folder}/log.sock",
-        # The default of 4,096 connections needs 10,265 files; HAProxy does not start if it may open fewer.
+        # The default of 4,096 connections requires 10,265 files, and HAProxy does not start if it may open fewer.
         MAXCONN: str(max_connections(max_files)),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
-        # Serve's default sends all traffic to Serve's own proxy after three failed connections in a row. That proxy has
-        # no route to the ingress's workers and answers 500. HAProxy retries a failed connection anyway, at another
-        # ingress if possible, and finds a dead ingress by its health checks.
+        # By default, three failed connections in a row redirect all traffic to Serve's own proxy, which has no route to
+        # the ingress's workers and answers 500. HAProxy retries a failed connection anyway, if possible at another
+        # ingress, and detects a dead ingress by health checks.
         "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
-        # When ingresses change, a new HAProxy takes over, and the old HAProxy may finish its streams within this time
-        # (default 120 s). HAProxy's limit for a silent client is equal.
+        # When ingresses change, a new HAProxy takes over, and the old one may finish its streams within this time
+        # (default 120 s). HAProxy's limit for a silent client is the same.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-        # Serve's controller looks for changes ten times a second by default, which is most of the CPU time of an idle
-        # service. If a replica dies, streams do not wait for the controller: the ingress sees the broken connection.
+        # By default, Serve's controller looks for changes ten times a second, which is most of an idle service's CPU
+        # time. Streams do not wait for the controller if a replica dies: the ingress sees the broken connection.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-        # Ray's default niceness of 15 gives workers 3.4% of a core beside another busy process in the same session or
-        # container. Between sessions niceness changes nothing: Linux divides cores by session first.
+        # Ray's default niceness of 15 leaves workers 3.4% of a core beside another busy process in the same session or
+        # container. Between sessions, niceness changes nothing, because Linux divides cores by session first.
         "RAY_worker_niceness": "0",
-        # Ray's defaults measure each call of its timers for a report in its logs, and every five seconds all processes
-        # of the node for its dashboard. Both together take a tenth of the CPU time of an idle service.
+        # By default, Ray measures each call of its timers for its logs, and every five seconds all of the node's
+        # processes for its dashboard. Together this takes a tenth of an idle service's CPU time.
         "RAY_event_stats": "0",
         "REPORTER_UPDATE_INTERVAL_MS": "20000",
         # Serve kills a proxy that misses three of these checks in a row. The default of 5 s killed a proxy on a busy
-        # machine, although Serve waits a minute for a proxy otherwise, and the start failed.
+        # machine, although Serve otherwise waits a minute for a proxy, and the start failed.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
     }
     if config.host in LOOPBACK:
-        # Ray names every node by an outside address unless this variable says that the machine can have no cluster.
+        # Ray uses an outside address for every node unless this variable says that the machine cannot form a cluster.
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if _all_models_are_local(config):
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -202,19 +201,19 @@ def environment(
 
 
 def reserved_cpus(file: ServeFile) -> float:
-    """Return the CPUs that replicas, ingresses and batches reserve together when all are scaled up."""
+    """Return the CPUs that replicas, ingresses and batches reserve together when fully scaled up."""
 
     def of(config: ApplicationConfig) -> float:
         replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
         batches = BATCHES_CPUS if config.batches else 0.0
-        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # an update starts a new one before it ends one
+        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # an update starts a new one before it stops one
         return replicas + ingresses + batches
 
     return sum(map(of, file.applications.values()))
 
 
 def num_proxy_threads(num_cores: int) -> int:
-    """Return the number of HAProxy threads: one for four cores, since it carries all streams that an ingress writes."""
+    """Return the number of HAProxy threads: one per four cores, because it carries the streams of all ingresses."""
     max_proxy_threads = 4  # Serve's default
     return max(1, min(max_proxy_threads, num_cores // 4))
 
@@ -225,9 +224,9 @@ def _all_models_are_local(config: ServeFile) -> bool:
 
 
 def free_ports() -> Iterator[int]:
-    """Yield ports on which no process listens now, each at most once.
+    """Yield ports on which no process is listening, each at most once.
 
-    The kernel (32768 and up) and Ray (10002-19999, 30000 and up) do not take ports of this range by themselves, so a
+    Neither the kernel (32768 and up) nor Ray (10002-19999, 30000 and up) picks ports from this range by itself, so a
     port stays free until its owner starts.
     """
     for port in random.sample(_OUR_PORTS, len(_OUR_PORTS)):
@@ -241,7 +240,7 @@ def free_ports() -> Iterator[int]:
 
 
 def _end_session(session: int) -> None:
-    """End all processes of a session: first SIGTERM, then SIGKILL."""
+    """End all processes of a session, first by SIGTERM, then by SIGKILL."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + END_TIMEOUT_S
         for pid in session_members(session):
@@ -255,7 +254,7 @@ def _end_session(session: int) -> None:
 
 
 def session_members(session: int) -> list[int]:
-    """Return the pids of the live processes of a session; empty on a system without /proc."""
+    """Return the process ids of a session's live processes. The list is empty on a system without /proc."""
     members = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

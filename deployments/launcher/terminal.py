@@ -1,6 +1,6 @@
-"""Status lines at the end of a terminal that change in place.
+"""Status lines that are updated in place at the end of a terminal.
 
-This module needs only the standard library, because the set-up of `make` uses it before packages are installed.
+This module uses only the standard library, because the set-up of `make` imports it before packages are installed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _UP_AND_CLEAR = "\x1b[A\x1b[2K"
 
 
 def printable(text: str, *, may_have: str = "") -> str:
-    """Return the text without control characters, which could change the terminal; characters in `may_have` stay."""
+    """Remove control characters, which could change the terminal, from a text. Characters in `may_have` stay."""
     return "".join(each for each in text if each.isprintable() or each in may_have)
 
 
 class StatusLines:
-    """The states of several things, one line for each. If the output is not a terminal, each change prints a line."""
+    """Shows the states of several things, one per line. If the output is not a terminal, each change prints a line."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -31,15 +31,13 @@ class StatusLines:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since these lines were made."""
+        """Seconds since this object was created."""
         return time.monotonic() - self._began
 
     def show(self, now: Mapping[str, str], *, done: str = "") -> None:
-        """Show the present states, by name.
+        """Show the current states, given by name. The line of a thing in the state `done` shows no seconds.
 
         If the output is not a terminal, a change of numbers alone, as during a download, prints no line.
-
-        done: the state of a thing that has finished; its line shows no seconds.
         """
         at, changed = time.monotonic(), []
         for name, what in now.items():
@@ -60,7 +58,7 @@ class StatusLines:
         sys.stdout.flush()
 
     def _line(self, name: str, what: str, at: float | None) -> str:
-        """Return a line without control characters that fits the width of the terminal."""
+        """Return a line without control characters that fits the terminal's width."""
         seconds = "" if at is None else f", {at - self._since[name][1]:.0f} s"
         text = printable(f"  {name}: {what}{seconds}")
         width = shutil.get_terminal_size().columns - 1

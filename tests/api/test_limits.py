@@ -11,7 +11,7 @@ import pytest
 
 from app.api.auth import limits
 from app.api.auth.keys import NoAuthentication
-from app.api.auth.limits import PLACE_WAIT_S, Account, SharedPools, Slots, TokenBucket
+from app.api.auth.limits import SLOT_WAIT_S, Account, SharedPools, Slots, TokenBucket
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.fair import SharedPool
@@ -137,7 +137,7 @@ def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> Non
         with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them in other processes now\) and has 2"):
             running.enter_context(limited.reserve())
         by_what = {limit_id.what: limit for limit_id, limit in limited.shared_limits.items()}
-        assert by_what[SLOTS].use() == LimitUse(2, 2, 3), "two had places, and one more was asked for"
+        assert by_what[SLOTS].use() == LimitUse(2, 2, 3), "two had slots, and one more was asked for"
         assert by_what["requests"].use() == LimitUse(0.0, -2.0, 2.0)
         by_what[SLOTS].set_share(Share(4))
         with pytest.raises(LimitReached, match="8 requests a minute; this request needs up to 1 and 0 are left"):
@@ -165,32 +165,32 @@ def timeless() -> Iterator[asyncio.Runner]:
 async def asked(account: Account, running: ExitStack) -> float:
     """As the guard does; seconds until it has begun. Raises LimitReached."""
     began = asyncio.get_running_loop().time()
-    await account.wait_for_place()
+    await account.wait_for_slot()
     running.enter_context(account.reserve())
     return asyncio.get_running_loop().time() - began
 
 
 def sharing(num_here: int, *, of: int) -> tuple[Account, Slots, list[None]]:
-    """An account that shares its places with others; the list gets one more whenever the owner should soon be told."""
+    """An account that shares its slots with others; the list gets one more whenever the owner should soon be told."""
     hurried: list[None] = []
     pools = SharedPools(first_share=0.5)
     pools.hurry = lambda: hurried.append(None)
     account = Account(KeyConfig.model_validate(entry(max_concurrency=of)), FakeClock(), pools)
-    assert account.places is not None
-    account.places.set_share(Share(num_here))
-    return account, account.places, hurried
+    assert account.slots is not None
+    account.slots.set_share(Share(num_here))
+    return account, account.slots, hurried
 
 
 def test_a_request_waits_for_a_place_of_another_process_and_asks_for_it_at_once(timeless: asyncio.Runner) -> None:
-    limited, places, hurried = sharing(1, of=4)
+    limited, slots, hurried = sharing(1, of=4)
 
     async def run() -> list[float]:
         with ExitStack() as running:
             durations = [await asked(limited, running)]
             waiting = [asyncio.create_task(asked(limited, running)) for _ in range(2)]
             await asyncio.sleep(0.1)
-            assert places.use() == LimitUse(1, 1, 3, refused=2)
-            places.set_share(Share(3))
+            assert slots.use() == LimitUse(1, 1, 3, refused=2)
+            slots.set_share(Share(3))
             return [*durations, *await asyncio.gather(*waiting)]
 
     assert timeless.run(run()) == pytest.approx([0, 0.1, 0.1])
@@ -215,32 +215,32 @@ def test_a_place_that_is_given_back_here_goes_to_a_request_that_waits(timeless: 
 def test_a_request_without_a_place_is_refused_after_a_moment_and_at_once_where_none_can_come(
     owner_is_lost: bool, timeless: asyncio.Runner
 ) -> None:
-    limited, places, _ = sharing(1, of=4)
+    limited, slots, _ = sharing(1, of=4)
 
     async def run() -> float:
         with ExitStack() as running:
             await asked(limited, running)
             if owner_is_lost:
-                places.lose_owner(has_share=True)
+                slots.lose_owner(has_share=True)
             began = asyncio.get_running_loop().time()
             with pytest.raises(LimitReached, match="4 requests at once"):
                 await asked(limited, running)
-            assert places.use().refused == 0, "none waits any more"
+            assert slots.use().refused == 0, "none waits any more"
             return asyncio.get_running_loop().time() - began
 
-    assert timeless.run(run()) == pytest.approx(0.0 if owner_is_lost else PLACE_WAIT_S)
+    assert timeless.run(run()) == pytest.approx(0.0 if owner_is_lost else SLOT_WAIT_S)
 
 
 def test_free_places_are_given_back_while_requests_wait_elsewhere() -> None:
-    limited, places, hurried = sharing(3, of=4)
+    limited, slots, hurried = sharing(3, of=4)
     with limited.reserve():
-        places.set_share(Share(3, elsewhere=1.0))
-        assert places.use().share == 1
+        slots.set_share(Share(3, elsewhere=1.0))
+        assert slots.use().share == 1
         assert not hurried
     assert len(hurried) == 1
-    assert places.use().share == 0
-    places.set_share(Share(2))
-    assert places.use().share == 2, "no request waits now"
+    assert slots.use().share == 0
+    slots.set_share(Share(2))
+    assert slots.use().share == 2, "no request waits now"
 
 
 def test_log_probabilities_of_calls_under_way_share_what_a_process_holds_at_once() -> None:

@@ -602,9 +602,9 @@ async def test_one_whose_process_dies_again_and_again_is_given_up(tokenizer: Tok
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         begun = await begin(app, background=True)
         await until(lambda: len(gate.requests) == 1)
-    for num_begun in range(2, 8):  # a process that is stopped in order has not died
+    for partial_match_length in range(2, 8):  # a process that is stopped in order has not died
         async with served(kept_by(tokenizer, gate), tmp_path) as app:
-            await until(lambda: len(gate.requests) == num_begun)  # noqa: B023
+            await until(lambda: len(gate.requests) == partial_match_length)  # noqa: B023
     with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection, connection:
         assert connection.execute("SELECT num_attempts FROM answers").fetchone() == (0,)
         connection.execute("UPDATE answers SET num_attempts = 4")

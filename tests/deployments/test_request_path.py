@@ -146,7 +146,7 @@ async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int
     model = ServedModel(
         name="demo",
         tokenizer=Tokenizer.load(str(PROJECT / "models" / "demo")),
-        model_info=replica.model_info(),
+        model_info=replica.facts(),
         generate=fleet.generate,
         created=0,
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
-from app.grammar.free_text import FreePlace, FreeText, TokenTable, Trigger
+from app.grammar.free_text import FreeText, FreeTextState, TokenTable, Trigger
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
 from tests.grammar.documents import advance, allowed_ids, begun, request_for
@@ -164,7 +164,7 @@ def test_a_place_holds_the_longest_beginning_of_a_trigger() -> None:
     place = free.beginning
     for token_id in ids(b"x<tool"):
         reached = free.after(place, token_id)
-        assert isinstance(reached, FreePlace)
+        assert isinstance(reached, FreeTextState)
         place = reached
     assert place.tail == b"<tool"
     assert free.after(place, ord("!")) == 1

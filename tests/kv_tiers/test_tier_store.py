@@ -264,7 +264,7 @@ def test_memory_is_given_up_while_a_fetch_hangs(sides: Iterator[Side], monkeypat
     fetch.is_wanted = False  # as when the engine gives its memory up
     assert side.store._is_idle(), "nothing waits for the fetch"
     view = weakref.ref(side.memory._tensors[0])
-    side.memory.leave()
+    side.memory.release()
     assert view() is None, "the thread keeps no memory"
     fetch.is_wanted = True
     may_go_on.set()

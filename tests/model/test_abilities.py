@@ -30,7 +30,7 @@ def test_what_does_not_work_is_refused(architecture: str, tmp_path: Path) -> Non
             source.check_ranks(2)
     else:
         source.check_ranks(2)
-    assert ("freed windows" not in model.giving_back().abilities.why_not()) == (architecture == "gemma2")
+    assert ("freed windows" not in model.with_window_groups().abilities.why_not()) == (architecture == "gemma2")
 
 
 def test_the_line_says_what_does_not_work_and_why() -> None:

@@ -314,7 +314,7 @@ def test_it_is_packed_again_shared_and_known_when_it_was_verified_before(
     source = ModelSource(
         config=config.model, location=str(packed), device=torch.device("meta"), dtype=torch.float32, cache=checks
     )
-    planned = NativeModel.verified_before(source)
+    planned = NativeModel.load_if_verified(source)
     assert planned is not None
     assert [each.shape for each in planned.tensors()] == [each.shape for each in first.tensors()]
 

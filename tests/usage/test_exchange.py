@@ -212,7 +212,7 @@ async def test_reports_that_fail_at_any_point_leave_what_dead_processes_have_use
         for report in range(1, choose.randint(2, 4)):
             journal.write(UsedFor("alice", "demo", "online", TODAY), CALL.used)
             num_used += 1
-            before = journal.go_on_in(journal.file_of(report + 1))
+            before = journal.switch_to(journal.file_of(report + 1))
             assert before is not None
             os.close(before)
         journal.close()

@@ -240,7 +240,7 @@ class Fleet:
         self.told[process] = answer.num_processes
         share = answer.shares.get(limit_id)
         if share is not None:
-            held = use.held if limit_id.what == SLOTS else use.held + share.given
+            held = use.held if limit_id.what == SLOTS else use.held + share.amount
             use = use._replace(share=share.share, held=held)
         self.uses[process] = use
         return share

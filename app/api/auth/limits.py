@@ -24,7 +24,7 @@ from app.usage.records import MONEY, ROUNDING, SLOTS, BudgetTotals, LimitId, Lim
 CONCURRENCY_RETRY_S = 1.0  # the time until a slot is free is unknown, and a retry is cheap
 # Limit for bodies that are arriving or being checked. Parsed bodies take several times as much, but one at a time.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
-PLACE_WAIT_S = 0.5  # how long a request waits for a slot that may come from another process
+SLOT_WAIT_S = 0.5  # how long a request waits for a slot that may come from another process
 SHARES_MOVE_S = 2.0  # time after a refusal until shares have moved: the next report of each process, and its answer
 # UNTOLD_PART: the part of a budget that all processes together may use before the owner of the ledger has answered and
 # after it is lost. OWED_PART: the part that the process of batches may owe. Both together limit the excess of a budget.
@@ -93,7 +93,7 @@ class TokenBucket:
     def set_share(self, share: Share) -> bool:
         """Apply the owner's share. Returns whether the owner must get a report of the result."""
         self._counted()
-        self._balance += share.given - (0.0 if self._was_given else self._first_share * self.limit)
+        self._balance += share.amount - (0.0 if self._was_given else self._first_share * self.limit)
         self._share, self._elsewhere = share.share, share.elsewhere
         self._was_given = self._is_led = True
         return False
@@ -231,11 +231,11 @@ class BudgetPart:
     def set_share(self, share: Share) -> bool:
         """Add or give up the amount that the owner gives or takes. See `TokenBucket.set_share`."""
         if self._was_given:  # requests may have reserved some of a taken amount since the report
-            self.left += max(share.given, -max(0.0, self.left))
+            self.left += max(share.amount, -max(0.0, self.left))
         else:
-            self.left += share.given - self._first
+            self.left += share.amount - self._first
         self._was_given = True
-        return share.given < 0
+        return share.amount < 0
 
     def lose_owner(self, *, has_share: bool) -> None:
         """See `TokenBucket.lose_owner`."""
@@ -323,11 +323,11 @@ class Account:
         at_once = key.max_concurrency if key else None
         taken = partial(self.pools.requests.held, self)
         share, hurry = self.pools.first_share, lambda: self.pools.hurry()  # `hurry` may be set later
-        self.places = Slots(at_once, taken, share=share, hurry=hurry) if at_once else None
+        self.slots = Slots(at_once, taken, share=share, hurry=hurry) if at_once else None
         self.budgets = key.budgets if key else {}
         shared = self.budgets if self.pools.shares_budgets else {}
         self._budget_parts = {name: BudgetPart(each, share=share) for name, each in shared.items()}
-        limits: dict[str, SharedLimit | None] = {"requests": self._requests, "tokens": self.tokens, SLOTS: self.places}
+        limits: dict[str, SharedLimit | None] = {"requests": self._requests, "tokens": self.tokens, SLOTS: self.slots}
         limits |= self._budget_parts
         # The limits that processes share.
         self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
@@ -337,39 +337,39 @@ class Account:
     def usage(self) -> Usage:
         return Usage(self._num_requests, self._num_refused, self.pools.requests.held(self), self._num_tokens)
 
-    async def wait_for_place(self) -> None:
+    async def wait_for_slot(self) -> None:
         """Wait a moment if no slot is free here and one may come from another process. Call this before `reserve`."""
-        places = self.places
-        if places is None or not places.may_come:
+        slots = self.slots
+        if slots is None or not slots.may_come:
             return
         self.pools.note_change(self.name)
         is_free = asyncio.Event()
         try:
-            async with asyncio.timeout(PLACE_WAIT_S):
-                while places.may_come:  # another request may have taken the slot
+            async with asyncio.timeout(SLOT_WAIT_S):
+                while slots.may_come:  # another request may have taken the slot
                     is_free.clear()
-                    places.wait(is_free.set)
+                    slots.wait(is_free.set)
                     await is_free.wait()
         except TimeoutError:
             pass
         finally:
-            places.leave(is_free.set)
+            slots.leave(is_free.set)
 
     @contextmanager
     def reserve(self) -> Iterator[Reservation]:
         """Hold a slot during one HTTP request, from its first byte to its last. Raises LimitReached."""
-        places, running = self.places, self.pools.requests
+        slots, running = self.slots, self.pools.requests
         if self.is_limited:
             self.pools.note_change(self.name)
         try:
-            if places is None and not running.allows(self, 1):
+            if slots is None and not running.allows(self, 1):
                 raise LimitReached(
                     f"{running.held(self):,} requests {self.of_sender} are running, and one more would exceed one "
                     f"sender's current share of this server's {running.size:,} slots; wait for one of them",
                     retry_after_s=CONCURRENCY_RETRY_S,
                 )
-            if places is not None:
-                places.check()
+            if slots is not None:
+                slots.check()
             if self._requests:
                 _check(self._requests, 1, "requests")
                 self._requests.take(1)
@@ -387,8 +387,8 @@ class Account:
             raise
         finally:
             running.take(self, -1)
-            if self.places is not None:
-                self.places.note_end()
+            if self.slots is not None:
+                self.slots.note_end()
             self._settle(reservation)
 
     @contextmanager

@@ -33,7 +33,7 @@ class Guard:
         account = self._authenticator.account_of(scope["headers"])
         state = scope.setdefault("state", {})
         state["account"] = account
-        await account.wait_for_place()
+        await account.wait_for_slot()
         with account.reserve() as reservation:
             state["reservation"] = reservation
             await self.app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Finds the replicas that have cached the prefix of a request: the prefixes and the sessions of each replica."""
+"""Finds the replicas that have cached a request's prefix or served its session."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import msgspec
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
-    """The changes of the prefixes that a replica has cached, as digests of 8 bytes each.
+    """The changes to a replica's cached prefixes, as digests of 8 bytes each.
 
-    Fields are encoded by position: new fields go to the end and need a default.
+    Fields are encoded by position. Add new fields at the end with a default.
     """
 
     held: bytes  # new prefixes
     gone: bytes = b""
-    is_all: bool = False  # `held` has all prefixes of the replica
-    # Host, port and secret for fetches by other replicas. Only set with `is_all`.
+    is_all: bool = False  # whether `held` lists all prefixes of the replica
+    # Host, port and secret with which other replicas fetch its prefixes. Only set with `is_all`.
     address: tuple[str, int, str] | None = None
 
 
 _FEW_BLOCKS = 4
-_FORGOTTEN_AT_ONCE = 64  # prefixes of lost replicas to remove with each report: a rack may have half a million
-_MIN_PREFIXES = 1_500  # prefixes to store for each replica, however many replicas there are
+_FORGOTTEN_AT_ONCE = 64  # prefixes of lost replicas to remove per report; a lost rack may have cached half a million
+_MIN_PREFIXES = 1_500  # prefixes to store for each replica, even in a very large fleet
 
 
 def is_indexed(num_blocks: int) -> bool:
@@ -37,26 +37,26 @@ def is_indexed(num_blocks: int) -> bool:
 
 @lru_cache(maxsize=256)
 def _indexed_numbers(most: int) -> tuple[int, ...]:
-    """Return the lengths in blocks, from 1 to `most`, at which prefixes are indexed."""
+    """Return the indexed prefix lengths from 1 to `most`, in blocks."""
     return tuple(filter(is_indexed, range(1, most + 1)))
 
 
 class PrefixIndex:
-    """The prefixes that each replica has cached: the reported prefixes, and the prefixes of its in-flight requests.
+    """Each replica's cached prefixes: the prefixes that it reports, and those of its in-flight requests.
 
     Every ingress knows the same prefixes a moment after they change. A replica of an older version reports no prefixes,
-    so the index has only the prefixes of its requests. A collision of digests costs time but never returns wrong
+    so the index knows only the prefixes of its requests. A collision of digests costs time but never returns wrong
     content, because the replica compares the tokens.
 
     A chain is a prompt in the form of `block_pool.digests_of`: for each whole block, the digest of all tokens up to the
-    end of the block. The index stores the prefixes of a chain for which `is_indexed` is true.
+    end of the block. To save memory, the index stores only the prefixes for which `is_indexed` is true.
     """
 
     def __init__(self, *, block_size: int, max_matches: int = 32, max_prefixes: int = 2_000_000) -> None:
-        """max_matches: approximate limit of the replicas that `match` finds for a chain.
+        """`max_matches`: approximate limit of the replicas that `match` finds for a chain.
 
-        max_prefixes: approximate limit of the prefixes of all replicas; each takes 100 bytes. If a replica has reached
-        its share of the limit, a new prefix is added only after an old prefix is gone.
+        `max_prefixes`: approximate limit of all replicas' prefixes, which use 100 bytes each. If a replica has reached
+        its share of the limit, a new prefix is added only after an old one is gone.
         """
         self._block_size = block_size
         self._max_matches = max_matches
@@ -65,9 +65,9 @@ class PrefixIndex:
         self._held = _Holders()
         self._of_replica: dict[str, _Noted] = {}
         self._gone: dict[str, array[int]] = {}  # digests that lost replicas still have in `_held`
-        self.addresses: dict[str, tuple[str, int, str]] = {}  # addresses of the replicas that serve their prefixes
+        self.addresses: dict[str, tuple[str, int, str]] = {}  # where replicas serve their prefixes, by replica id
         self._sent = _Holders()  # prefixes of in-flight requests
-        self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # replica and indexed prefixes by request id
+        self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # replica and indexed prefixes, by request id
         self._num_under_way: Counter[str] = Counter()  # number of in-flight requests by replica
 
     def note(self, replica_id: str, changes: PrefixChanges) -> None:
@@ -93,7 +93,7 @@ class PrefixIndex:
             noted.digests = array("q", {each for each in noted.digests if self._held.has(each, replica_id)})
 
     def add(self, request_id: str, replica_id: str, chain: Sequence[int]) -> None:
-        """Add the prefixes of a request that is sent to a replica."""
+        """Add the prefixes of a request that is sent to a replica, which will soon cache them."""
         if request_id in self._under_way:  # the request moves to this replica
             self.end(request_id)
         indexed = [chain[num_blocks - 1] for num_blocks in _indexed_numbers(len(chain))]
@@ -114,9 +114,9 @@ class PrefixIndex:
             self._sent.remove(digest, replica_id)
 
     def match(self, chain: Sequence[int]) -> dict[str, int]:
-        """Return the number of prompt tokens that each replica should have cached; the longest match is first.
+        """Return the number of prompt tokens that each replica should have cached, the longest match first.
 
-        Replicas with short matches may be missing. If many replicas have the same match, a random sample is returned.
+        Replicas with short matches may be missing. If many replicas match equally well, a random sample is returned.
         """
         most = len(self._of_replica) + len(self._num_under_way)
         if most <= self._max_matches:
@@ -141,7 +141,7 @@ class PrefixIndex:
         gone = (self._of_replica.keys() | self._num_under_way.keys()).difference(replica_ids)
         for replica_id in gone & self._of_replica.keys():
             self._gone[replica_id] = self._of_replica.pop(replica_id).digests
-        if not self._of_replica:  # no more reports will come, with which the pieces could be removed
+        if not self._of_replica:  # no more reports will arrive, so `note` would never remove the pieces
             self._held = _Holders()
             self._gone.clear()
         if gone & self._num_under_way.keys():
@@ -151,7 +151,7 @@ class PrefixIndex:
             del self.addresses[replica_id]
 
     def _forget_some(self, replica_id: str) -> None:
-        """Remove some prefixes of one lost replica, and all prefixes that this replica had before it was lost."""
+        """Remove some prefixes of one lost replica, and all prefixes from this replica's life before it was lost."""
         for digest in self._gone.pop(replica_id, ()):
             self._held.remove(digest, replica_id)
         if self._gone:
@@ -180,7 +180,7 @@ class _Noted:
 
 
 class _Holders:
-    """The replicas of each digest, with counts. The usual case (one replica with count one) takes little memory."""
+    """Counts each digest per replica. The usual case (one replica with count one) uses little memory."""
 
     def __init__(self) -> None:
         self._of: dict[int, str | dict[str, int]] = {}
@@ -206,7 +206,7 @@ class _Holders:
             found[replica_id] = found.get(replica_id, 0) + 1
 
     def remove(self, digest: int, replica_id: str) -> bool:
-        """Decrease a replica's count of a digest. Returns whether the replica had the digest."""
+        """Decrease a replica's count of a digest. Returns False if the replica did not hold the digest."""
         found = self._of.get(digest)
         if isinstance(found, str):
             if found == replica_id:
@@ -225,14 +225,14 @@ class _Holders:
 
 
 class Sessions:
-    """The replica of each session, in bounded memory. The least recently used sessions are forgotten first."""
+    """Remembers the replica of each session, in bounded memory. Forgets the least recently used sessions first."""
 
     def __init__(self, *, max_sessions: int = 100_000) -> None:
         self._max_sessions = max_sessions
         self._replica_ids: OrderedDict[str, str] = OrderedDict()
 
     def place(self, session: str, replica_id: str) -> None:
-        """Record that a request of this session was sent to this replica."""
+        """Record that this session's latest request was sent to this replica."""
         self._replica_ids[session] = replica_id
         self._replica_ids.move_to_end(session)
         if len(self._replica_ids) > self._max_sessions:

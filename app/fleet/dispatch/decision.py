@@ -1,4 +1,4 @@
-"""The result of a dispatch decision: an order of the candidates, and the numbers behind the order."""
+"""A dispatch decision: the candidates in order of preference, and the numbers behind the order."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class RequestSize:
     """The load that a request adds to its replica."""
 
     num_prompt_tokens: int
-    num_expected_tokens: int  # expected tokens to generate
+    num_expected_tokens: int  # tokens that the request is expected to generate
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One replica as a candidate for one request. A struct, because each request makes one for each replica."""
+    """One replica as a candidate for one request. A fast struct, because each request creates many candidates."""
 
     replica_id: str
     num_requests: int = 0  # unfinished requests on the replica
     num_prefill_tokens: int = 0  # their prompt tokens that are not computed yet
     num_decode_tokens: int = 0  # tokens that they are expected to generate
-    num_ahead: int = 0  # how many of the requests must end before the replica computes another one
+    num_ahead: int = 0  # how many of the requests must end before this request can run
     wake_s: float = 0.0  # expected time until a sleeping replica computes; 0 if the replica is awake
-    tokens_per_s: float = 0.0  # speed in a step whose size is the same for all replicas; 0 if unknown
-    num_cached_tokens: int = 0  # prompt tokens of this request that the replica should have in its KV memory
+    tokens_per_s: float = 0.0  # speed in a step of a size that is common to all replicas; 0 if unknown
+    num_cached_tokens: int = 0  # prompt tokens of this request that the replica should have cached
     holds_session: bool = False  # the previous request of the same session went to this replica
     group: str = ""  # group of an A/B trial; "" for no group
     is_full: bool = False  # the replica would refuse this request
-    has_slot: bool = True  # the replica would compute this request at once, by its last report
-    is_suspect: bool = False  # the replica's stream broke or is silent
+    has_slot: bool = True  # by its last report, the replica would run this request at once
+    is_suspect: bool = False  # the replica's stream broke or fell silent
     weights: int = 0  # a digest of the model's files; 0 while unknown
 
 
@@ -56,21 +56,21 @@ class Scoring:
         return min(100.0, max(0.01, candidate.tokens_per_s / self.usual_tokens_per_s))
 
     def outstanding(self, candidate: Candidate) -> float:
-        """Return the work that the replica already has."""
+        """Return the work that the replica still has to do for its other requests."""
         return (candidate.num_prefill_tokens + candidate.num_decode_tokens) / self.relative_speed(candidate)
 
     def score(self, candidate: Candidate) -> float:
-        """Return the sum of the existing work, the queue, the time to wake and this request. The lowest is best."""
+        """Return the cost of the replica's work, its queue, its wake-up and this request. The lowest score is best."""
         num_tokens = candidate.num_prefill_tokens + candidate.num_decode_tokens
         # Each request ahead is assumed to have the size of this request.
         num_tokens += (1 + candidate.num_ahead) * self.num_request_tokens
-        # The assumed speed while no speed is known: low enough that waking a replica is worth some tokens.
+        # Assumed while no speed is known. At this low speed, a wake-up costs few tokens, so it is soon worth its time.
         tokens_per_s = 100.0
         waking = candidate.wake_s * (self.usual_tokens_per_s or tokens_per_s)  # tokens that another could compute
         return num_tokens / self.relative_speed(candidate) + waking
 
     def explain(self, candidate: Candidate) -> str:
-        """Return one candidate and the parts of its score as text."""
+        """Return one candidate and the parts of its score as text for people."""
         parts = f"{candidate.num_prefill_tokens:,} prompt + {candidate.num_decode_tokens:,} output"
         parts += f" + {self.num_request_tokens:,} of this request at speed {self.relative_speed(candidate):.2f}"
         parts += f" = {self.score(candidate):,.0f} tokens"
@@ -84,7 +84,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An order of the candidates and its reason."""
+    """The candidates for one request in order of preference, and the reason for the order."""
 
     policy: str
     rule: str  # why the first candidate is first, in a few words
@@ -98,12 +98,12 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """The policy, the replica and the rule in a few words, without numbers of other requests."""
+        """The policy, the replica and the rule in a few words, without numbers about other requests."""
         return f"{self.policy}: {self.candidates[0].replica_id}, {self.rule}"
 
     def explain_loads(self) -> str:
-        """Return the numbers of the candidates in one line."""
-        max_explained = 4  # the line shows so many candidates and counts the rest
+        """Return one line with the loads of the first candidates and the number of further ones."""
+        max_explained = 4
         shown = "; ".join(map(self.scoring.explain, self.candidates[:max_explained]))
         num_more = len(self.candidates) - max_explained
         more = f"; and {num_more:,} more" if num_more > 0 else ""

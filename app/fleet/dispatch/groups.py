@@ -1,4 +1,4 @@
-"""Groups of replicas, for A/B trials and for roles: chooses the group of a request and the group of a replica."""
+"""Assigns requests and replicas to groups. A group is one arm of an A/B trial, or a role."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One arm of a trial, or a role. Shares are weights, and their sum is arbitrary."""
+    """One arm of an A/B trial, or a role. Shares are relative weights with an arbitrary sum."""
 
     name: str
     share: float
-    preset: str = ""  # preset of the settings of the group's replicas
+    preset: str = ""  # preset of the settings that the group's replicas use
 
 
 class GroupChooser:
-    """Chooses the group of a request: the group that it names, or one by share among all or a preset's groups."""
+    """Chooses a request's group: the group that it names, or else one of all groups or of a preset's, by share."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._names = [group.name for group in groups]
@@ -38,11 +38,10 @@ class GroupChooser:
         """Return the group for `key`, a session or request id; "" if there are no groups.
 
         The result depends only on the key and the groups, so a session stays in its group on every ingress and after a
-        restart. `asked`: the group that the caller names. It takes precedence over the caller's `preset`.
+        restart. `asked` is the group that the caller names. It takes precedence over the caller's `preset`.
 
         Raises:
-            InvalidRequest: no group has the name `asked`, or no group has the preset; the error's parameter is `group`
-                or `preset`.
+            InvalidRequest: no group has this name or preset. The error's parameter is `group` or `preset`.
         """
         if asked:
             _check(asked, self._names, param="group")
@@ -54,7 +53,7 @@ class GroupChooser:
 
 
 class _Shares:
-    """Several groups and the share of the keys that each group gets."""
+    """Splits the keys among some groups in proportion to their shares."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         total = sum(group.share for group in groups)
@@ -76,7 +75,7 @@ def _check(asked: str, names: Collection[str], *, param: str, what: str = "") ->
 
 
 def groups_of_roles(*, prefill: int, decode: int) -> list[Group]:
-    """Return the groups of the two roles, with these numbers of replicas as shares."""
+    """Return the groups for the two roles, with their numbers of replicas as shares."""
     return [Group(PREFILL, prefill), Group(DECODE, decode)]
 
 
@@ -97,6 +96,6 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
 
 
 def of_group(candidates: Sequence[Candidate], group: str) -> list[Candidate]:
-    """Return the replicas of a group; all replicas if the group has none, and for the group ""."""
+    """Return the replicas of a group; all replicas if the group is "" or has no replicas."""
     members = [each for each in candidates if each.group == group] if group else []
     return members or list(candidates)

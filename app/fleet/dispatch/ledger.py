@@ -1,4 +1,4 @@
-"""The outstanding work on each replica as one ingress knows it: its own requests, and the rest by the reports."""
+"""Tracks the outstanding work on each replica from one ingress's view: its own requests, and reports about others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from msgspec import Meta
 from app.fleet.dispatch.decision import Candidate
 
 AWAKE = "awake"
-REPORT_LIFE_S = 5.0  # the work of other ingresses on a replica is forgotten after this time without a report
-# The speed of a replica without work is forgotten after this time, so that a slow replica is tried again.
+REPORT_LIFE_S = 5.0  # a replica's work from other ingresses is forgotten after this time without a report
+# The speed of an idle replica is forgotten after this time, so that a slow replica is tried again.
 SPEED_LIFE_S = 30.0
-# The numbers of a report are not negative, not infinite and not NaN. A number out of range makes the frame invalid,
-# because one NaN among the scores of replicas would leave them without an order.
+# The numbers of a report are finite and not negative. Any other number invalidates the frame, because the replicas
+# could not be ordered if one of their scores were NaN.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
 Name = Annotated[str, Meta(max_length=256)]
@@ -26,46 +26,45 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The state of one replica at one moment, with the work of all ingresses.
+    """The state of one replica at one moment, including the work of all ingresses.
 
-    Every frame has a report, so dispatch never polls. Fields are encoded by position: new fields go to the end and need
-    a default, for replicas of an older version.
+    Every frame carries a report, so dispatch never polls. Fields are encoded by position. Add new fields at the end,
+    with a default for replicas of an older version.
     """
 
     group: Name  # group of an A/B trial; "" for no group
     num_requests: Count  # running and waiting
-    num_background: Count  # the background requests among num_requests
-    num_unpreemptible_background: Count  # the background requests that are not preempted for other requests
+    num_background: Count  # background requests among num_requests
+    num_unpreemptible_background: Count  # background requests that are never preempted for other requests
     max_requests: Count  # more requests are refused; background requests that can be preempted do not count
-    max_running: Count  # requests that are computed at once; more requests wait
+    max_running: Count  # requests that run at once; more requests wait
     num_waiting_tokens: Count  # prompt tokens of waiting requests
     num_kv_tokens: Count  # tokens that fit into the KV memory
-    tokens_per_s: Amount  # speed in steps whose size is the same on all replicas; 0 while unknown
-    ended_per_s: Amount  # requests that end in a second of computing
+    tokens_per_s: Amount  # speed in steps of a size that is common to all replicas; 0 while unknown
+    ended_per_s: Amount  # requests that end per second of computing
     step_age_s: Amount  # how long the current step has been running
     weights: int = 0  # a digest of the model's files; 0 while unknown
     sends_views: bool = False  # whether the replica understands WatchEngine
-    num_own: Count | None = None  # the requests of the ingress that gets this report; None if unknown
-    # Digests of the loaded adapters; None if the replica or its version does not support adapters.
+    num_own: Count | None = None  # requests of the ingress that receives this report; None if unknown
+    # Digests of the loaded adapters. None if the replica or its version does not support adapters.
     adapters: Annotated[tuple[Name, ...], Meta(max_length=10_000)] | None = None
     state: Name = AWAKE  # a value of `app.engine.stats.SleepState`
     wake_s: Amount = 0.0  # expected time until the replica computes; 0 if it is awake
-    num_free_kv_tokens: Count = 0  # the part of num_kv_tokens that no request has
-    is_short_of_memory: bool = False  # the replica has fewer free blocks than running requests
+    num_free_kv_tokens: Count = 0  # the part of num_kv_tokens that no request owns
+    is_short_of_memory: bool = False  # whether fewer blocks are free than requests are running
     backend: Name = ""  # name of the GPU backend; empty on a CPU
-    # Backends that were tried and failed before `backend` was taken, with the reasons.
+    # Backends that failed before `backend` was chosen, with the reasons.
     backends_failed: Annotated[dict[Name, str], Meta(max_length=64)] = {}
     sends_metrics: bool = False  # whether the replica understands AskMetrics
-    # Uncomputed prompt tokens of requests from ingresses other than the one that gets this report; None if unknown.
+    # Uncomputed prompt tokens from ingresses other than the one that receives this report. None if unknown.
     num_prompt_tokens_of_others: Count | None = None
 
 
 class Ledger:
-    """The outstanding work on each replica. For one thread, without locks.
+    """The outstanding work on each replica. Used by one thread, without locks.
 
-    The ledger counts the work of this ingress at once and exactly, so requests that are placed together see each other.
-    From a replica's report, the ledger adds only the work that exceeds this ingress's own work, because the excess
-    belongs to other ingresses. All `now` arguments are seconds of the same clock.
+    The ledger counts this ingress's work at once and exactly, so that each placement sees the previous ones. From a
+    replica's report it adds only the excess, which belongs to other ingresses. All `now` arguments come from one clock.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class Ledger:
         self._usual_decode_tokens = 0.0  # moving average of the tokens that one request still has to generate
 
     def replica(self, replica_id: str) -> ReplicaState:
-        """Return the state of a replica; creates the state of a new replica."""
+        """Return the state of a replica, which is created for a new replica."""
         return self._replicas[replica_id]
 
     def place(
@@ -87,10 +86,10 @@ class Ledger:
         num_expected_tokens: int,
         is_background: bool = False,
     ) -> None:
-        """Count a request on a replica, and no longer on the replica that had it before.
+        """Count a request on a replica, and no longer on its previous replica.
 
-        `num_prompt_tokens`: tokens to prefill on this replica. This excludes tokens that the replica should have cached
-        and includes tokens that another replica has generated. `num_expected_tokens`: tokens still to generate.
+        `num_prompt_tokens`: tokens to prefill on this replica, without the tokens that it should have cached, and with
+        the tokens that another replica has generated. `num_expected_tokens`: tokens still to generate.
         """
         if request_id in self._placed:
             self.end(request_id)
@@ -101,17 +100,17 @@ class Ledger:
         )
         ours.add(1, is_background, num_prompt_tokens, left)
         # On average, half of a running request's output is still to come. The first requests weigh more, so that a new
-        # ingress soon has an estimate of the work of other ingresses' requests.
+        # ingress can soon estimate the work of other ingresses' requests.
         self._num_placed += 1
         weight = max(0.05, 1 / (self._num_placed + 3))
         self._usual_decode_tokens += weight * (num_expected_tokens / 2 - self._usual_decode_tokens)
 
     def progress(self, request_id: str, num_new_tokens: int) -> None:
-        """Count new tokens of a request. After its first token, its prompt counts as computed."""
+        """Count new tokens of a request. The first of them marks its prompt as computed."""
         placed = self._placed.get(request_id)
         if placed is None:
             return  # the request ended while these tokens were on their way
-        # The sums are updated by differences, because this method is called for every token.
+        # The sums are updated by differences, which is quick, because this method is called for every token.
         ours = placed.work
         if placed.num_prefill_tokens:
             ours.num_prefill_tokens -= placed.num_prefill_tokens
@@ -123,7 +122,7 @@ class Ledger:
         placed.num_decode_tokens = left
 
     def num_prefill_tokens(self, request_id: str) -> int:
-        """Return the prompt tokens of a placed request that its replica has not computed."""
+        """Return a placed request's uncomputed prompt tokens. Raises KeyError for an unknown request."""
         return self._placed[request_id].num_prefill_tokens
 
     def end(self, request_id: str) -> str | None:
@@ -135,7 +134,7 @@ class Ledger:
         return placed.replica_id
 
     def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
-        """Record a replica's report."""
+        """Record a replica's report, which replaces the previous one."""
         self._replicas[replica_id].note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
 
     def candidates(
@@ -149,7 +148,7 @@ class Ledger:
     ) -> list[Candidate]:
         """Return the candidates for one request, in the order of the ids. `num_cached_tokens` is by replica id."""
         states = {replica_id: self._replicas.get(replica_id) or ReplicaState() for replica_id in replica_ids}
-        # A replica without a report is assumed to accept as many requests as the replicas with reports.
+        # A replica without a report is assumed to accept the largest number of requests that any replica reports.
         max_requests = max([each.report.max_requests for each in states.values() if each.report], default=None)
         return [
             state.candidate(
@@ -194,10 +193,10 @@ class _Work:
 
 @dataclass(slots=True)
 class _Placed:
-    """One request and its remaining work."""
+    """One placed request and its remaining work."""
 
     replica_id: str
-    work: _Work  # the work of its replica, in which this request is counted
+    work: _Work  # its replica's work, which includes this request
     num_prefill_tokens: int
     num_decode_tokens: int  # expected tokens still to generate, at least 1
     num_unused_tokens: int  # expected minus generated tokens; below 1 if the output is longer than expected
@@ -205,27 +204,27 @@ class _Placed:
 
 
 class ReplicaState:
-    """The state of one replica as one ingress knows it."""
+    """The state of one replica from one ingress's view."""
 
     def __init__(self) -> None:
         self.report: ReplicaReport | None = None  # the last report
-        self.is_suspect = False  # the replica's stream broke or is silent
+        self.is_suspect = False  # the replica's stream broke or fell silent
         self.ours = _Work()  # work from this ingress
         self._others = _Work()  # work from other ingresses, by the last report
         self._reported_at = float("-inf")
-        self._worked_at = float("-inf")  # time of the last report that had requests
+        self._worked_at = float("-inf")  # time of the last report that counted any request
 
     def note(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
-        """Record a report. `usual_decode_tokens`: assumed tokens to generate for each request of other ingresses."""
+        """Record a report. Each request of other ingresses is assumed to generate `usual_decode_tokens` more tokens."""
         ours = self.ours
-        # The replica's count of our requests, because some may have ended since, or may still be on their way.
+        # Uses the replica's count of our requests, because some may have ended since, or may not have arrived yet.
         num_own = ours.num_requests if report.num_own is None else report.num_own
         num_requests = max(0, report.num_requests - num_own)
         num_background = min(num_requests, max(0, report.num_background - ours.num_background))
         num_prefill_tokens = report.num_prompt_tokens_of_others
         if num_prefill_tokens is None:  # a replica of an older version
             num_prefill_tokens = max(0, report.num_waiting_tokens - ours.num_prefill_tokens)
-        # The lengths of the other ingresses' outputs are unknown, also to the replica.
+        # Not even the replica knows how long the other ingresses' outputs will be.
         self._others = _Work(
             num_requests, num_background, num_prefill_tokens, round(num_requests * usual_decode_tokens)
         )
@@ -245,12 +244,12 @@ class ReplicaState:
         num_cached_tokens: int,
         holds_session: bool,
     ) -> Candidate:
-        """Return this replica as a candidate for one request. The replica is full at `max_requests` requests."""
+        """Return this replica as a candidate for one request. It is full at `max_requests` requests."""
         others, report = self._others, self.report
         is_known = (others.num_requests or others.num_prefill_tokens) and now - self._reported_at <= REPORT_LIFE_S
         work = self.ours + others if is_known else self.ours
         knows_speed = report is not None and now - self._worked_at <= SPEED_LIFE_S
-        # Requests that are computed before this one. Background requests that can be preempted give way to foreground.
+        # Requests that run before this one. Foreground requests preempt background requests where that is possible.
         num_before = work.num_requests
         if not is_background:
             num_staying = 0 if report is None else report.num_unpreemptible_background

@@ -9,14 +9,14 @@ from typing import Protocol
 
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
 
-# A replica with a cached prefix, a session or an adapter is preferred only while its outstanding work exceeds that of
-# the least loaded replica by at most this many tokens (scaled by speed). This is about the work of one long
-# conversation. With a lower limit, two requests in a row could end a session's affinity. With a higher limit, one
-# replica fills up while others are idle.
+# A replica is preferred for its cached prefix, session or adapter only while it has at most this many more outstanding
+# tokens (scaled by speed) than the least loaded replica. This is about the work of one long conversation. With a lower
+# limit, two requests in a row could end a session's affinity. With a higher limit, one replica fills up while others
+# are idle.
 MAX_IMBALANCE_TOKENS = 4096
-# A cached token is worth this many outstanding tokens, because a prompt that is computed again adds work to the fleet
-# and an uneven load does not. With 1, the replicas compute more. With 4, the first replicas that cache a prompt of many
-# conversations get most of the work (docs/results/scale.md).
+# A cached token is worth this many outstanding tokens, because computing a prompt again adds work to the fleet, and an
+# uneven load adds none. With 1, the replicas compute more. With 4, the first replicas that cache a shared prompt of
+# many conversations receive most of the work (`benchmarks.service.thousand --part hot`).
 _WORTH_OF_CACHED = 3
 
 
@@ -34,10 +34,10 @@ def _balanced(candidates: Sequence[Candidate], scoring: Scoring, max_imbalance_t
 
 
 class DispatchPolicy(Protocol):
-    """Orders the replicas for one request. Called on one thread, once each time that a request is placed."""
+    """Orders the replicas for one request. Runs on one thread, once each time that a request is placed."""
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """Return up to `number` replicas of a large fleet for `decide` to look at. The ids are sorted."""
+        """Return up to `number` of the sorted ids of a large fleet, as candidates for `decide`."""
         ...
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
@@ -46,7 +46,7 @@ class DispatchPolicy(Protocol):
 
 
 def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
-    """Return a new policy by its name in `replicas.dispatch`."""
+    """Return a new policy by its name in the setting `replicas.dispatch`."""
     policies: dict[str, Callable[[random.Random], DispatchPolicy]] = {
         "round_robin": lambda rng: RoundRobin(),
         "least_loaded": LeastLoaded,
@@ -56,10 +56,10 @@ def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
 
 
 class RoundRobin:
-    """Chooses the replicas in turn, whatever their loads. No replica loses or repeats a turn when the fleet changes."""
+    """Chooses the replicas in turn, regardless of load. A change of the fleet neither skips nor repeats a replica."""
 
     def __init__(self) -> None:
-        self._last = ""  # sorts before every id, so the first turn goes to the lowest id
+        self._last = ""  # sorts before every id, so that the lowest id comes first
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
         """Return the replicas whose turn is next."""
@@ -75,20 +75,22 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Prefers the replica with the least work until this request would end, relative to the replica's speed.
+    """Prefers the replica that would finish this request first (shortest expected delay).
 
     The wait for a free slot counts as work, and all work is divided by the replica's speed. An idle slow replica
-    therefore gets a request only if the fast replicas would end the request later (shortest expected delay). If all
-    replicas have queues, each gets a share by its speed. Equal replicas are in random order, because several ingresses
-    with equal knowledge would otherwise all choose the same replica.
+    therefore receives a request only if the fast replicas would finish it later. If all replicas have queues, each
+    receives requests in proportion to its speed. Equal replicas are in random order, because several ingresses that
+    know the same reports would otherwise all choose the same replica.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """Return random replicas. The least loaded of a few is nearly as good as the least loaded of all, and reports
-        are never new, so many requests would choose the same one of all (Mitzenmacher, The Power of Two Choices).
+        """Return random replicas.
+
+        The least loaded of a few is nearly as good as the least loaded of all (Mitzenmacher, The Power of Two Choices).
+        Among all replicas, many requests would choose the same one, because reports are always slightly outdated.
         """
         return self._rng.sample(replica_ids, min(number, len(replica_ids)))
 
@@ -98,7 +100,7 @@ class LeastLoaded:
         return Decision(policy="least_loaded", rule="the least work", candidates=ranked, scoring=scoring)
 
     def ranked(self, candidates: Sequence[Candidate], scoring: Scoring) -> list[Candidate]:
-        """Return the candidates with the least loaded first and the full ones last."""
+        """Return the candidates by score, with the full ones last. The order of equal candidates is random."""
         return sorted(candidates, key=lambda each: (each.is_full, scoring.score(each), self._rng.random()))
 
 
@@ -107,10 +109,10 @@ class PrefixAffinity:
 
     A prefix that many requests share therefore spreads to more replicas as the number of requests grows, and a
     conversation moves only if its replica has much more work than others. If all replicas have queues, the longest
-    match is first. A replica with over `max_imbalance_tokens` more outstanding tokens (scaled by speed) than the least
-    loaded one is passed over, whatever it has cached. If no prefix is cached, the session's replica is first; without a
-    session, the least loaded. The bound on imbalance comes from SGLang's cache-aware router; Preble (arXiv 2407.00023)
-    describes both sides of the trade.
+    match comes first. A replica with over `max_imbalance_tokens` more outstanding tokens (scaled by speed) than the
+    least loaded one loses its preference, whatever it has cached. If no prefix is cached, the session's replica comes
+    first, and without a session the least loaded one. The bound on imbalance comes from SGLang's cache-aware router;
+    Preble (arXiv 2407.00023) describes both sides of the trade-off.
     """
 
     def __init__(self, rng: random.Random, *, max_imbalance_tokens: int = MAX_IMBALANCE_TOKENS) -> None:
@@ -118,7 +120,7 @@ class PrefixAffinity:
         self._max_imbalance_tokens = max_imbalance_tokens
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """Return random replicas. The caller adds replicas that have the prefix or the session."""
+        """Return random replicas. The caller adds replicas that have cached the prefix or served the session."""
         return self._least_loaded.some(replica_ids, number)
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
@@ -127,7 +129,7 @@ class PrefixAffinity:
         near = _balanced(ranked, scoring, self._max_imbalance_tokens)
         # The sorts are stable, so the least loaded of equal candidates stays first.
         near.sort(key=lambda each: not each.holds_session)
-        if all(each.num_ahead for each in near):  # all have queues: waiting wastes no slot, extra prefill does
+        if all(each.num_ahead for each in near):  # all have queues: a wait leaves no slot idle, but prefill costs time
             near.sort(key=lambda each: -each.num_cached_tokens)
         elif any(each.num_cached_tokens for each in near):
             near.sort(key=lambda each: _work_beyond_cached(each, scoring))

@@ -1,1 +1,1 @@
-"""The fast backend of a GPU: our Triton kernels, steps captured in CUDA graphs, and steps launched ahead."""
+"""Our Triton kernels and decoder for GPUs, steps replayed from CUDA graphs, and steps launched ahead."""

@@ -2,12 +2,13 @@
 
 `adapters.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
-The rows of a tile have the same adapter. The kernels read tiles, ranks and matrices from the device, and the grid has
-room for the largest number of tiles, so one captured launch serves every mix of adapters. A program without work reads
-two numbers and returns. Sums run over tiles of one size in one order: the bits of a row depend on no other row.
+All rows of a tile use the same adapter. The kernels read tiles, ranks and matrices from the device, and the grid covers
+the largest possible number of tiles, so one captured launch serves every mix of adapters; a program without work reads
+two numbers and returns. Tiles have a fixed size and are summed in a fixed order, so the bits of a row do not depend on
+the other rows.
 
-Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is set in Triton's
-interpreter, which cannot multiply matrices of bfloat16.
+Triton evaluates annotations, so this module cannot use `from __future__ import annotations`. `widen` is set for
+Triton's interpreter, which cannot multiply matrices of bfloat16.
 """
 
 import triton
@@ -18,7 +19,7 @@ from app.model.cuda.expert_kernels import product
 
 @triton.jit
 def _rows_of_tile(tiles, order, num_tiles, rows: tl.constexpr):
-    """Return the rows of this program's tile: their places in the order, their tokens, and a mask of the used rows."""
+    """Return the rows of this program's tile: their indices in `order`, their tokens, and a mask of the used rows."""
     tile, at = tl.program_id(0), tl.arange(0, rows)
     is_row = at < tl.load(tiles + 2 * num_tiles + tile)
     places = tl.load(tiles + num_tiles + tile) + at
@@ -30,7 +31,7 @@ def shrink_kernel(
     x,  # [num_tokens, num_inputs]
     scales,  # [num_tokens]; read if x is in FP8
     order,  # [num_places] int64: tokens, grouped by adapter
-    tiles,  # [3, num_tiles] int64: slot, first place in the order, number of rows; the slot of an unused tile is -1
+    tiles,  # [3, num_tiles] int64: slot, first index in `order`, number of rows; the slot of an unused tile is -1
     down,  # [num_slots, num_parts, max_rank, num_inputs]
     ranks,  # [num_parts, num_slots] int32; 0 if the adapter does not change this part
     low,  # [num_splits, num_places, num_parts, max_rank] float32; written up to the rank, rounded up to a tile
@@ -46,7 +47,7 @@ def shrink_kernel(
     in_fp8: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Multiply one split of the inputs by `down`. Grid: (num_tiles, num_parts * tiles of ranks, num_splits)."""
+    """Multiply one split of the inputs by `down`. Grid: (num_tiles, num_parts * rank tiles, num_splits)."""
     num_tiles = tl.num_programs(0)
     slot = tl.load(tiles + tl.program_id(0))
     rank_tiles: tl.constexpr = max_rank // tile_ranks
@@ -97,9 +98,9 @@ def expand_kernel(
     tile_columns: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Multiply `low` by `up` and add the products to the outputs. Grid: (num_tiles, tiles of columns of all parts).
+    """Multiply `low` by `up` and add the products to the outputs. Grid: (num_tiles, column tiles of all parts).
 
-    A tile of outputs needs at least one number for each thread, because the outputs are changed in place.
+    A tile needs at least one number for each thread: two threads that update one number in place could add it twice.
     """
     num_tiles = tl.num_programs(0)
     num_outputs: tl.constexpr = first_size + second_size + third_size

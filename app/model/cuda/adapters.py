@@ -1,9 +1,9 @@
-"""LoRA adapters (Hu et al., 2021) of the decoder for CUDA: rows × down × up is added to each matrix product.
+"""LoRA adapters (Hu et al., 2021) of the decoder for CUDA: adds rows × down × up to each matrix product.
 
-The memory for the matrices of all adapters is allocated at the start and divided into slots, so a captured step finds
-the matrices at the same addresses whichever adapters are loaded. Rows with the same adapter are grouped into tiles. A
-product takes one launch for `down` and one for `up`, like the grouped products of Punica (Chen et al., 2023, arXiv
-2310.18547) and S-LoRA (Sheng et al., 2023, arXiv 2311.03285). The speed is not yet measured on a GPU.
+All adapter matrices lie in slots that are allocated once, at start-up, so a captured step finds them at the same
+addresses whichever adapters are loaded. Rows with the same adapter are grouped into tiles. Each product needs one
+launch for `down` and one for `up`, like the grouped products of Punica (Chen et al., 2023, arXiv 2310.18547) and S-LoRA
+(Sheng et al., 2023, arXiv 2311.03285). The speed has not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from app.model.cuda.weights import CudaWeights
 from app.model.inputs import to_device
 from app.model.verification import MAX_DIFFERENCES, difference_above
 
-_TILE_ROWS = _TILE_RANKS = 16  # the smallest size that matrix instructions take
+_TILE_ROWS = _TILE_RANKS = 16  # the smallest size that matrix instructions support
 _TILE_COLUMNS = 128
-_RANK = 5  # the rank of the adapter that `difference` tries; it does not fill a tile
+_RANK = 5  # the rank of the adapter in `difference`; not a multiple of a tile, to test the masks
 _TILE_DEPTH_BYTES = 256
-# Inputs that one program sums up. The number does not depend on the step, because the bits of a row depend on it.
+# Inputs that one program sums up. Must not depend on the step: another split would change the bits of a row.
 _SPLIT = 2048
 
 
 class AdaptedColumns(NamedTuple):
-    """The rows of a step that have an adapter, as Python lists."""
+    """The rows of a step that use an adapter, as Python lists."""
 
-    order: list[int]  # the indices of their tokens in the packed row, grouped by adapter
-    tiles: list[int]  # [3 * num_tiles]: slots, first places in the order, numbers of rows; an unused tile has slot -1
+    order: list[int]  # indices of tokens in the packed row, grouped by adapter
+    tiles: list[int]  # [3 * num_tiles]: slots, first indices in `order`, numbers of rows; an unused tile has slot -1
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """`AdaptedColumns` on the device, in int64, with the memory of the adapters."""
+    """`AdaptedColumns` on the device, in int64, with the slots that the tiles refer to."""
 
     slots: AdapterSlots
     order: torch.Tensor  # [num_places]
     tiles: torch.Tensor  # [3, num_tiles]
 
     def add(self, layer: int, product: str, inputs: Rows, output: torch.Tensor) -> None:
-        """Add the updates of the adapters to the output of a matrix product.
+        """Add the adapters' updates to the output of a matrix product, in place. `product` is a key of `PRODUCTS`.
 
-        inputs: [num_tokens, num_inputs]; output: [num_tokens, num_outputs], contiguous; changed in place.
+        inputs: [num_tokens, num_inputs]; output: [num_tokens, num_outputs], contiguous.
         """
         self.slots.add(layer, product, inputs, output, self)
 
@@ -73,7 +73,7 @@ class AdaptedRows:
 class _StackedUpdates:
     """The matrices of all adapters for one product of one layer. A part is one of the linear layers in the product."""
 
-    outputs: tuple[int, ...]  # the number of outputs of each part
+    outputs: tuple[int, ...]  # the outputs of each part
     down: torch.Tensor  # [num_slots, num_parts, MAX_RANK, num_inputs]
     up: torch.Tensor  # [num_slots, outputs of all parts, MAX_RANK]
     ranks: torch.Tensor  # [num_parts, num_slots] int32; 0 if the adapter does not change the part
@@ -89,20 +89,20 @@ class _StackedUpdates:
         )
 
     def write(self, slot: int, updates: Sequence[LowRankUpdate | None]) -> None:
-        """Copy the updates of one adapter to a slot. updates: one for each part, on the host."""
+        """Copy one adapter's updates to a slot. updates: one for each part, on the host; None for an unchanged part."""
         ups = torch.split(self.up[slot], list(self.outputs))
         for part, (update, up) in enumerate(zip(updates, ups, strict=True)):
             self.ranks[part, slot] = 0 if update is None else update.rank
             if update is not None:
                 self.down[slot, part, : update.rank].copy_(update.down.to(self.down.dtype))
-                # Whole rows are copied, because a copy to parts of rows would need a buffer on the device.
+                # Copy whole rows: torch would need a buffer on the device to copy to parts of rows.
                 up.copy_(functional.pad(update.up, (0, MAX_RANK - update.rank)).to(up.dtype))
 
 
 class AdapterSlots:
-    """The memory of the adapters of a model, and the products with their matrices. Any thread may load and free.
+    """The memory of a model's adapters, and the products with their matrices. Any thread may load and free adapters.
 
-    A rank that has a part of the model holds only its part of each adapter.
+    A rank stores only its part of each adapter.
     """
 
     def __init__(self, weights: CudaWeights, num_slots: int, *, num_ranks: int = 1) -> None:
@@ -119,10 +119,10 @@ class AdapterSlots:
             if known:
                 self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
         self._free = list(reversed(range(num_slots)))
-        # One stream for all writes: torch reuses a pool of 32 streams, and one of these captures graphs.
+        # All writes share one stream: torch has a pool of 32 streams, and a new one could be the stream of a capture.
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._writing = threading.Lock()
-        self._late: dict[int, AdapterWeights] | None = None  # by slot, for `come_back` to write; None: awake
+        self._late: dict[int, AdapterWeights] | None = None  # by slot: adapters to write in `resume`; None: awake
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for each in self._stacked.values():
@@ -130,17 +130,17 @@ class AdapterSlots:
 
     @property
     def num_kernels(self) -> int:
-        """The number of launches in a step with adapters."""
+        """The number of adapter kernels in a step."""
         return 2 * len(self._stacked)
 
     def step_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of scratch memory that a step needs if every token has an adapter."""
+        """Return the bytes of scratch memory that a step needs if every token uses an adapter."""
         return max(_low_size(each, num_tokens).numel() for each in self._stacked.values()) * torch.float32.itemsize
 
     def load(self, weights: AdapterWeights) -> SlottedAdapter:
-        """Write an adapter to a free slot. A slot must be free; steps that are already launched may still use it.
+        """Write an adapter to a free slot. The caller must ensure that a slot is free.
 
-        If there are several ranks, only the part of rank 0 is written.
+        The write waits for launched steps, which may still read the slot. Only rank 0 may call this.
         """
         slot = self._free.pop()
         try:
@@ -159,25 +159,25 @@ class AdapterSlots:
                 self._late[slot] = part
 
     def free(self, adapter: SlottedAdapter) -> None:
-        """Free the slot of an adapter that no later launch uses. Does not wait for launched steps."""
+        """Free an adapter's slot. No later step may use the adapter; launched steps may still run."""
         if (late := self._late) is not None:
             late.pop(adapter.slot, None)
         self._free.append(adapter.slot)
 
     def suspend_device(self) -> None:
-        """Stop writing to the memory. `come_back` writes the adapters that are loaded until then."""
+        """Postpone all writes until `resume`. Call before the memory is freed."""
         with self._writing:
             self._late = {}
 
-    def come_back(self) -> None:
-        """Write the adapters that were loaded meanwhile. The memory must be restored before."""
+    def resume(self) -> None:
+        """Write the adapters that were loaded since `suspend_device`. Call after the memory is restored."""
         with self._writing:
             late, self._late = self._late or {}, None
             while late:
                 self._write(*late.popitem())
 
     def columns(self, batch: StepBatch, *, num_tokens: int | None = None) -> AdaptedColumns:
-        """Return the rows of a step that have an adapter, padded to a captured step of `num_tokens` tokens if given."""
+        """Return the rows of a step that use an adapter. num_tokens: pad the lists to a captured step of this size."""
         order: list[int] = []
         tiles: list[tuple[int, int, int]] = []
         for adapter, tokens in tokens_by_adapter(batch):
@@ -191,14 +191,14 @@ class AdapterSlots:
         return AdaptedColumns(order, [number for column in zip(*tiles, strict=True) for number in column])
 
     def rows(self, batch: StepBatch) -> AdaptedRows:
-        """Return the rows of a step that have an adapter, on the device. At least one row must have an adapter."""
+        """Return the rows of a step that use an adapter, on the device. There must be at least one such row."""
         order, tiles = (to_device(column, self._device) for column in self.columns(batch))
         return AdaptedRows(self, order, tiles.view(3, -1))
 
     def add(self, layer: int, product: str, inputs: Rows, output: torch.Tensor, rows: AdaptedRows) -> None:
-        """See `AdaptedRows`."""
+        """See `AdaptedRows.add`."""
         stacked = self._stacked.get((layer, product))
-        if stacked is None:  # experts have no adapters
+        if stacked is None:  # adapters do not change experts
             return
         values, scales = inputs if isinstance(inputs, Fp8Rows) else (inputs, inputs)
         num_inputs, num_places, num_tiles = values.shape[1], len(rows.order), rows.tiles.shape[1]
@@ -225,10 +225,10 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def difference(self, *, has_fp8: bool) -> str | None:
-        """Describe how the kernels differ from plain torch, or return None if they differ by rounding at most.
+        """Describe how the kernels differ from plain torch, or return None if they differ only by rounding.
 
-        Tries one product of each size, with an adapter for two of three rows. No slot may be in use.
-        has_fp8: whether the inputs of the products are in FP8.
+        Runs one product of each size, in which two of three rows use an adapter. Overwrites slot 0, so no adapter may
+        be loaded. has_fp8: whether the inputs of the products are in FP8.
         """
         numbers = torch.Generator().manual_seed(0)
 
@@ -258,7 +258,7 @@ class AdapterSlots:
         return None
 
     def _max_tiles(self, num_tokens: int) -> int:
-        """Return the largest number of tiles: the last tile of each adapter may be short, and each tile has a row."""
+        """Return the largest number of tiles: each adapter's last tile may be short, but every tile has a row."""
         return min(num_tokens, -(-num_tokens // _TILE_ROWS) + self.num_slots)
 
     def _write(self, slot: int, weights: AdapterWeights) -> None:

@@ -1,7 +1,8 @@
-"""Paged attention on CUDA with our own Triton kernels (`kernels.py`). The only dependency is a torch with CUDA.
+"""Paged attention on CUDA with our own Triton kernels (`kernels.py`). Needs only torch with CUDA and its Triton.
 
-The decode kernel splits the keys of each single token (Flash-Decoding). The prefill kernel tiles the tokens of longer
-pieces (FlashAttention). Both read the packed row and the paged KV memory directly, without a copy.
+For sequences with one token in a step, the decode kernel splits the keys among programs (Flash-Decoding). For longer
+pieces, the prefill kernel tiles the tokens (FlashAttention). Both read queries from the packed row, and keys and values
+from the blocks, without a copy.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from app.model.cuda.tuning import tuning_for
 from app.model.inputs import ModelInputs, to_device
 from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
 
-# First token in the packed row, number of tokens, position of the first token, row of the block table (`kernels.py`).
+# (first token in the packed row, number of tokens, position of the first token, row of the block table); `kernels.py`.
 Segment = tuple[int, int, int, int]
 
 _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
-_ROWS_OF_FLOAT32 = 16  # float32 is multiplied outside the tensor cores, and more rows do not fit into the registers
-LARGEST_TILE = 64  # keys; a window is read from the start of the tile that holds its first key
-# With `batch_invariant` most tiles have a single token. More rows would take longer to compute than the keys to load.
+_ROWS_OF_FLOAT32 = 16  # float32 products do not use tensor cores, and more rows would not fit into the registers
+LARGEST_TILE = 64  # keys; kernels load a window from the start of the tile that holds its first key
+# With `batch_invariant`, most tiles hold a single token. With more rows, computing would take longer than loading keys.
 _ROWS_OF_SINGLE = 64
-_PROGRAMS_PER_SM = 16  # the most decode programs for each multiprocessor; there are fewer if there are fewer splits
+_PROGRAMS_PER_SM = 16  # the most decode programs per multiprocessor; short sequences have fewer splits to run
 
 
 class TritonAttention:
     """Paged KV memory and the attention kernels that read and write it.
 
-    The result of a row does not depend on the other rows of its step, because splits and tiles follow from positions
-    alone. With `batch_invariant`, the prefill kernel also computes single tokens. The result then does not depend on
-    how a sequence was cut into pieces either, but a step with few long sequences is slower.
+    Splits and tiles follow from positions alone, so the result of a row does not depend on the other rows of its step.
+    With `batch_invariant`, the prefill kernel also computes single tokens. The result then does not depend on how a
+    sequence is cut into pieces either, but steps with few long sequences are slower.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class TritonAttention:
     ) -> None:
         """Allocate `num_blocks` blocks for at most `max_rows` sequences in a step, of up to `max_blocks` blocks each.
 
-        layers: the shapes that a block stores, by layer of the model or by place of `groups`.
-        split_tokens: keys in a split; more if there would be over `max_splits` splits. Both are powers of two.
-        dtype: the type of keys and values, either the type of the model or FP8.
+        layers: the shapes that a block stores, by place in the block. With a single group, places are layer indices.
+        split_tokens: keys in a split; more if a sequence would need over `max_splits` splits. Both are powers of two.
+        dtype: the type of stored keys and values: the model's type or FP8.
         """
         assert split_tokens >= _MIN_DOT, f"a split of {split_tokens} keys is smaller than a tile"
         assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is no power of two"
@@ -70,14 +71,14 @@ class TritonAttention:
         self.groups = groups
         self.batch_invariant = batch_invariant
         self.device = device
-        self.scratch_slot = num_blocks * block_size  # the first slot of an extra block that no sequence owns
+        self.scratch_slot = num_blocks * block_size  # the first slot of an extra block for tokens of no sequence
         self.cache = KVCache(layers, num_blocks=num_blocks + 1, block_size=block_size, dtype=dtype, device=device)
         self.kv_tensors = self.cache.tensors
         self.tables = BlockTables(
             max_rows=max_rows * groups.num_groups, max_blocks=max_blocks, scratch_block=num_blocks, device=device
         )  # fmt: skip
         self.split_tokens = split_tokens
-        # The longest sequence has no more splits than this. A smaller limit saves memory for partial results.
+        # Reserve no memory for more partial results than the longest sequence has splits.
         longest = self.tables.tensor.shape[1] * block_size
         self.max_splits = min(max_splits, padded(-(-longest // split_tokens), 1))
         self.tuning = tuning_for(device)
@@ -86,7 +87,7 @@ class TritonAttention:
 
     @staticmethod
     def fits(device: torch.device) -> bool:
-        """Return whether these kernels run on this device."""
+        """Return whether the device is a CUDA device. Tests replace this to run in Triton's interpreter on a CPU."""
         return device.type == "cuda"
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> TritonStep:
@@ -101,7 +102,7 @@ class TritonAttention:
         return TritonStep(self, rows)
 
     def segments(self, items: Sequence[ScheduledSequence]) -> list[tuple[list[Segment], list[Segment]]]:
-        """Update the block tables, and return the sequences with one token and with several, by group of layers."""
+        """Update the block tables. Return the segments with one token and those with several tokens, by group."""
         sizes = [len(item.token_ids) for item in items]
         starts = list(accumulate(sizes, initial=0))
         lists = [item.ids_of(group) for group in range(self.groups.num_groups) for item in items]
@@ -117,15 +118,15 @@ class TritonAttention:
 
 
 class Pieces:
-    """The sequences with several tokens in a step, cut into pieces that fit into a prefill tile."""
+    """The sequences with several tokens in a step. Cuts them into pieces that fit into a prefill tile."""
 
     def __init__(self, longer: Sequence[Segment], device: torch.device) -> None:
         self._longer = longer
         self._device = device
-        self._cut: dict[int, torch.Tensor] = {}  # [4, num_pieces], by the most tokens of a piece
+        self._cut: dict[int, torch.Tensor] = {}  # [4, num_pieces], by `max_tokens`
 
     def of(self, max_tokens: int) -> torch.Tensor:
-        """Return the pieces, of at most `max_tokens` tokens, as segments: [4, num_pieces]. The result is cached."""
+        """Return pieces of at most `max_tokens` tokens as segments, [4, num_pieces]. Layers of one shape share them."""
         pieces = self._cut.get(max_tokens)
         if pieces is None:
             pieces = self._cut[max_tokens] = _columns(self._columns_of(max_tokens), self._device)
@@ -140,16 +141,16 @@ class Pieces:
 
 
 class PaddedPieces(Pieces):
-    """Pieces of a captured step: their number and their addresses are the same in every replay."""
+    """The pieces of a captured step. Their number and their addresses stay the same in every replay."""
 
     def __init__(self, device: torch.device, *, num_tokens: int, max_longer: int, scratch_row: int) -> None:
-        """Make room for `num_tokens` tokens and at most `max_longer` sequences with several tokens."""
+        """Reserve pieces for `num_tokens` tokens of at most `max_longer` sequences with several tokens."""
         super().__init__((), device)
         self._num_tokens, self._max_longer, self._scratch_row = num_tokens, max_longer, scratch_row
         self._first_spare = 0
 
     def fill(self, longer: Sequence[Segment], *, first_spare: int) -> None:
-        """Replace the pieces by the pieces of another step. Tokens from `first_spare` on belong to no sequence."""
+        """Overwrite the pieces with those of another step. Tokens from `first_spare` on belong to no sequence."""
         self._longer, self._first_spare = longer, first_spare
         for max_tokens, pieces in self._cut.items():
             columns = list(zip(*self._columns_of(max_tokens), strict=True))
@@ -157,11 +158,11 @@ class PaddedPieces(Pieces):
 
     def _columns_of(self, max_tokens: int) -> list[Segment]:
         pieces = super()._columns_of(max_tokens)
-        # Spare tokens stand before position 0 and see no key, so their outputs are zeros and not uninitialised memory.
+        # Spare tokens get positions before 0 and see no key, so the kernel writes zeros to their uninitialised outputs.
         for first in range(self._first_spare, self._num_tokens, max_tokens):
             size = min(max_tokens, self._num_tokens - first)
             pieces.append((first, size, -size, self._scratch_row))
-        room = self._num_tokens // max_tokens + self._max_longer + 1  # the last piece of each sequence may be short
+        room = self._num_tokens // max_tokens + self._max_longer + 1  # each sequence's last piece may be short
         return pieces + [(0, 0, 0, self._scratch_row)] * (room - len(pieces))
 
 
@@ -169,7 +170,7 @@ class PaddedPieces(Pieces):
 class StepRows:
     """The slots and segments of a step in the blocks of one group of layers.
 
-    The tensors are int64 on the device. The launches depend only on their sizes, so their content may change between
+    The tensors are int64 on the device. Launches depend only on the tensors' sizes, so the content may change between
     replays of a CUDA graph.
     """
 
@@ -182,7 +183,7 @@ class TritonStep:
     """One forward pass, which writes the KV of the new tokens and then attends to the blocks."""
 
     def __init__(self, attention: TritonAttention, rows: Sequence[StepRows]) -> None:
-        """Take the rows of each group of layers."""
+        """rows: by group of layers."""
         self._attention = attention
         self._rows = rows
         self.slots = rows[0].slots  # the only slots of a model without windows
@@ -195,7 +196,7 @@ class TritonStep:
         return self._attended(launch)
 
     def attend_written(self, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-        """Attend like `attend`, after the keys and values of the new tokens were written to their `slots`."""
+        """Attend like `attend`, but expect that the caller has written the new tokens' keys and values to `slots`."""
         return self._attended(_Launch(self._attention, layer, query, rules))
 
     def _attended(self, launch: _Launch) -> torch.Tensor:
@@ -211,7 +212,7 @@ class TritonStep:
 
 
 class _Launch:
-    """The kernels of one layer in one step, with their arguments."""
+    """Launches the kernels of one layer in one step."""
 
     def __init__(
         self,
@@ -247,7 +248,7 @@ class _Launch:
         )
         self._attend: dict[str, Any] = {
             **self._shape,
-            # Scores are multiplied by log2(e): the kernels use powers of two. The cap is tanh(x / softcap) * softcap.
+            # The factor log2(e) is there because the kernels use powers of two. The cap is tanh(x / softcap) * softcap.
             "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
             "cap": (rules.softcap or 0.0) * _LOG2_E,
             "window": self._window,
@@ -264,7 +265,7 @@ class _Launch:
 
     @property
     def tokens_per_piece(self) -> int:
-        """The most tokens of one sequence in a prefill tile."""
+        """The number of tokens in a prefill tile, where each token has a row for each query head of a KV head."""
         return self._prefill_rows // self.group
 
     @property
@@ -316,17 +317,17 @@ class _Launch:
 
 
 def _columns(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
-    """Return segments as the kernels read them: [4, num_segments] int64."""
+    """Transpose segments for the kernels: [4, num_segments] int64, on the device."""
     return to_device(list(zip(*segments, strict=True)), device)
 
 
 def padded(size: int, smallest: int) -> int:
-    """Return the next power of two, at least `smallest`. The sizes of a tile in Triton are powers of two."""
+    """Return the next power of two, at least `smallest`, because Triton's tiles need powers of two as sizes."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
 def _tile(token_bytes: int, *, tile_bytes: int, at_most: int) -> int:
-    """Return the number of keys in a tile: the largest power of two within bounds that fits into `tile_bytes`."""
+    """Return the keys in a tile: the largest power of two up to `at_most` whose keys and values fit in `tile_bytes`."""
     tile = min(LARGEST_TILE, at_most)
     while tile > _MIN_DOT and tile * token_bytes > tile_bytes:
         tile //= 2
@@ -334,5 +335,5 @@ def _tile(token_bytes: int, *, tile_bytes: int, at_most: int) -> int:
 
 
 def _num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors, or 1 for Triton's interpreter on a CPU."""
+    """Return the device's number of multiprocessors, or 1 for Triton's interpreter on a CPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

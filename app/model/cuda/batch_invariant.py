@@ -1,10 +1,10 @@
-"""A forward pass on CUDA in which no bit of a row depends on the other rows of the step.
+"""Makes a forward pass on CUDA batch-invariant: no bit of a row depends on the other rows of the step.
 
 Libraries choose tiles and the order of sums by the number of rows, so the last bits of a request's logits change with
-the rest of its batch. This module replaces every summing operator of a forward pass by a kernel that sums in one fixed
-order, after "Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025) and its
-batch_invariant_ops. The latter replaces the operators for the whole process; a dispatch mode replaces them here for the
-forward pass alone. The mode costs time in Python, and a captured step pays for the mode only at its capture.
+the rest of its batch. This module replaces every summing operator of a forward pass with a kernel that sums in one
+fixed order, after "Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025). Its
+batch_invariant_ops replace the operators in the whole process; the dispatch mode here replaces them only during the
+forward pass. The mode takes time in Python, but captured steps spend that time only once, at their capture.
 
 Torch's own kernels for layer and RMS norms, softmax and elementwise operators already compute row by row.
 """
@@ -27,8 +27,7 @@ _MEAN_TILE = 1024
 class BatchInvariantMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces the operators of a forward pass: `with BatchInvariantMode(): module(...)`.
 
-    Raises, in the forward pass:
-        UnsupportedModel: an operator sums in an order of its own, and this module has no replacement for the operator.
+    The forward pass raises UnsupportedModel if the model uses a summing operator that has no replacement here.
     """
 
     def __torch_dispatch__(
@@ -40,7 +39,7 @@ class BatchInvariantMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ours(*args, **kwargs)
         if func in _REFUSED:
             raise UnsupportedModel(f"batch_invariant: the model uses {func}, for which there is no invariant kernel")
-        with self:  # linear, matmul and einsum decompose into the operators above
+        with self:  # linear, matmul and einsum decompose into operators that `_OURS` replaces
             made_of = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if made_of is NotImplemented else made_of
 
@@ -53,7 +52,7 @@ def invariant_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def invariant_addmm(
     bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Multiply matrices like `invariant_mm` and add a bias, [num_columns]."""
+    """Multiply like `invariant_mm` and add a bias, [num_columns]. Raises UnsupportedModel for any other addend."""
     if beta != 1 or alpha != 1 or bias.dim() != 1:
         raise UnsupportedModel("batch_invariant: the model adds something other than a bias to a matrix product")
     return _product(left[None], right[None], bias)[0]
@@ -69,7 +68,7 @@ def invariant_scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Multiply matrices in FP8 (`fp8.py`). row_scales: [num_rows, 1]; column_scales: [1, num_columns]."""
+    """Multiply FP8 matrices. Requires one scale for each row, [num_rows, 1], and each column, [1, num_columns]."""
     if row_scales.numel() != len(left) or column_scales.numel() != right.shape[1] or out_dtype is None:
         raise UnsupportedModel("batch_invariant: the model has FP8 weights with a scale for each block of numbers")
     return _product(left[None], right[None], bias, scales=(row_scales, column_scales), dtype=out_dtype)[0]
@@ -104,7 +103,7 @@ def _product(
     num_batches, num_rows, depth = left.shape
     num_columns = right.shape[2]
     output = left.new_empty(num_batches, num_rows, num_columns, dtype=dtype)
-    # Every shape and type has one configuration. 64 rows are one wgmma, and a tile of float32 has half the depth.
+    # The tiles depend on the type alone, never on the shapes. 64 rows are one wgmma; float32 gets half the depth.
     tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // output.element_size()}
     grid = (-(-num_rows // tiles["tile_rows"]), -(-num_columns // tiles["tile_columns"]), num_batches)
     kernels_of(_KERNELS, left.device).matmul_kernel[grid](

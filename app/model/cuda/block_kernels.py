@@ -1,6 +1,6 @@
 """A Triton kernel that copies a block of KV, which is spread over many tensors, to or from one buffer.
 
-Triton reads the annotations, so this module has no `from __future__ import annotations`.
+Triton evaluates annotations, so this module cannot use `from __future__ import annotations`.
 """
 
 import triton
@@ -9,14 +9,14 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["block_id"])
 def copy_block_kernel(
-    tensors,  # [3, num_tensors] int64: the address of a tensor, the words of a block in it, their offset in the buffer
-    buffer,  # int32 words in pinned memory of the host
+    tensors,  # [3, num_tensors] int64: each tensor's address, its words per block, and their offset in the buffer
+    buffer,  # int32 words in pinned host memory
     block_id,
     num_tensors: tl.constexpr,
-    takes: tl.constexpr,  # whether the block is copied to the buffer; otherwise the buffer is copied to the block
-    tile: tl.constexpr,  # words
+    takes: tl.constexpr,  # whether to copy the block to the buffer; otherwise the buffer is copied to the block
+    tile: tl.constexpr,  # words per program
 ):
-    """Copy one block between the tensors and the buffer. Grid: (num_tensors, tiles of the largest tensor's block)."""
+    """Copy one block between the tensors and the buffer. Grid: (num_tensors, tiles of the largest part)."""
     number = tl.program_id(0)
     size = tl.load(tensors + num_tensors + number)
     at = tl.program_id(1) * tile + tl.arange(0, tile)

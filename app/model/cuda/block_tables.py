@@ -1,4 +1,4 @@
-"""Block ids of sequences on the device. The device keeps them between steps, so a step copies only new block ids."""
+"""Block tables that persist on the device between steps, so that each step copies only the new block ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.model.inputs import to_device
 
 @dataclass(slots=True)
 class _Row:
-    """The row of a sequence in the table. The reference to the list ensures that no other list gets the same `id`."""
+    """A sequence's row in the table. Holds a reference to the list of block ids, so no new list can get its `id`."""
 
     index: int
     block_ids: list[int]
@@ -20,23 +20,23 @@ class _Row:
 
 
 class BlockTables:
-    """One row of block ids for each recently computed sequence.
+    """Stores a row of block ids for each recently computed sequence.
 
-    A decoding sequence gains a block every `block_size` steps, so a step usually sends a few numbers, not a table. The
-    list of block ids identifies the sequence: the scheduler replaces the list when it takes the blocks back, and never
-    shortens a list. With several groups of layers, a sequence has one list and one row for each group.
+    A decoding sequence gains a block every `block_size` steps, so a step usually sends only a few numbers. The identity
+    of its list of block ids identifies a sequence: the scheduler never shortens a list, and replaces it when it takes
+    the blocks back. With several groups of layers, a sequence has a list and a row for each group.
     """
 
     def __init__(self, *, max_rows: int, max_blocks: int, scratch_block: int, device: torch.device) -> None:
-        """Make room for `max_rows` lists in one step, of up to `max_blocks` blocks each."""
-        self.scratch_row = max_rows  # the row for tokens of no sequence; its blocks are the scratch block
+        """Allocate the table for at most `max_rows` lists in a step, of up to `max_blocks` blocks each."""
+        self.scratch_row = max_rows  # the row for tokens of no sequence; contains only the scratch block
         self.tensor = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.tensor[self.scratch_row] = scratch_block
         self._free = list(reversed(range(max_rows)))
         self._rows: dict[int, _Row] = {}  # by the identity of the list of block ids
 
     def update(self, lists: Sequence[list[int]]) -> list[int]:
-        """Copy new block ids to the device, and return the row of each list."""
+        """Copy the new block ids to the device without waiting, and return the row of each list."""
         rows = [self._row(block_ids, lists) for block_ids in lists]
         width = self.tensor.shape[1]
         grown = [row for row in rows if row.num_written < len(row.block_ids)]
@@ -50,7 +50,7 @@ class BlockTables:
         if where:
             new = to_device([where, block_ids], self.tensor.device)
             self.tensor.view(-1).index_copy_(0, new[0], new[1].int())
-        for row in grown:  # only after the copy: if the copy fails, the next step writes these block ids again
+        for row in grown:  # only after the copy, so that the next step writes these block ids again if the copy fails
             row.num_written = len(row.block_ids)
         return [row.index for row in rows]
 
@@ -63,7 +63,7 @@ class BlockTables:
         return row
 
     def _forget_all_but(self, lists: Sequence[list[int]]) -> None:
-        """Free the rows of sequences that are not in this step. Most of these sequences have finished."""
+        """Free the rows of all sequences outside this step. Unfinished ones get a new row when they run again."""
         present = {id(block_ids) for block_ids in lists}
         absent = [key for key in self._rows if key not in present]
         assert absent, f"more than {self.scratch_row} lists of blocks in one step"

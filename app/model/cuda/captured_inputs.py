@@ -1,8 +1,8 @@
-"""The inputs of captured steps: the sizes that are captured, and a step padded to one of these sizes.
+"""Chooses the sizes of steps to capture, and pads the inputs of a step to one of these sizes.
 
     tokens     a0 a1 a2 | b7 | c4 | - - -       size: 8 tokens; a prefills, b and c decode, three tokens are spare
 
-Spare tokens belong to no sequence: their KV goes to a scratch slot, and their logits are not computed or not read.
+Spare tokens belong to no sequence: their KV is written to a scratch slot, and their logits are never read.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from app.model.cuda.adapters import AdaptedRows, AdapterSlots
 from app.model.cuda.attention import PaddedPieces, Segment, StepRows, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
 
-# A step with more sequences takes so long that the time of its launches does not matter.
+# Larger decode steps run so long that the time of their launches does not matter.
 _MAX_ROWS = 512
-# A GPU computes a step with more tokens for longer than the host needs to launch the next step.
+# With more tokens, the GPU computes a step for longer than the host needs to launch the next step.
 _MAX_TOKENS = 2048
-_MIN_TOKENS = 64  # with fewer tokens, reading the weights takes the time, and a spare token costs nothing
-_ALIGNED = 2  # int64 numbers in 16 bytes: the kernels are compiled for pointers that are aligned to 16 bytes
+_MIN_TOKENS = 64  # below this, most of a step's time is spent on reading the weights, so spare tokens are free
+_ALIGNED = 2  # int64 numbers in 16 bytes, because the kernels are compiled for pointers aligned to 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The largest batch that a captured step can compute."""
+    """The limits of a captured step: it can replay any batch that stays within them."""
 
     num_tokens: int
-    num_rows: int  # the most sequences, and the most tokens with logits
+    num_rows: int  # limits both the sequences and the tokens with logits
     max_longer: int = 0  # sequences with several tokens (prompts or drafts); 0 for a decode step, with one token each
-    has_adapters: bool = False  # whether sequences may have an adapter
+    has_adapters: bool = False  # whether sequences may use adapters
 
     @property
     def is_mixed(self) -> bool:
@@ -46,24 +46,24 @@ def decode_size(num_rows: int) -> StepSize:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes of decode steps to capture, in sequences. Small sizes are dense: spare rows cost most there."""
+    """Return the sizes of decode steps to capture, in sequences. Small sizes are dense, as padding costs most there."""
     largest = min(max_rows, _MAX_ROWS)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)]
     return (*(size for size in ladder if size < largest), largest)
 
 
 def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of decode steps that every replica needs, in the order in which they are captured.
+    """Return the sizes that must fit into memory for any graphs to be used, in the order of their capture.
 
-    Powers of two pad a step to at most twice its sequences. The largest size is first: the others reuse its memory.
+    Padding to powers of two at most doubles a step. The largest size comes first, because the others reuse its memory.
     """
     return tuple(sorted({sizes[-1], *(size for size in sizes if size.bit_count() == 1)}, reverse=True))
 
 
 def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
-    """Return the sizes of the steps with prompts to capture, of up to `max_tokens` tokens, ascending.
+    """Return the sizes of steps with prompts to capture, of up to `max_tokens` tokens, ascending.
 
-    Each doubling has four sizes. Beyond 256 tokens, where tokens take the time, padding adds a quarter at most.
+    From 256 tokens on, where each token costs time, each doubling has four sizes, so padding adds at most a quarter.
     """
     if max_tokens < 2:
         return ()
@@ -79,9 +79,9 @@ def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
 
 
 def smallest_fitting(batch: StepBatch, *, decode: Sequence[StepSize], mixed: Sequence[StepSize]) -> StepSize | None:
-    """Return the captured size that a step is padded to, or None if the step runs eagerly. The sizes are ascending.
+    """Return the captured size to pad a step to, or None if the step must run eagerly. decode, mixed: ascending.
 
-    A step with scored prompts or embeddings runs eagerly: it needs the outputs of more tokens than it has sequences.
+    A step that scores prompts or computes embeddings runs eagerly, because it needs outputs of too many tokens.
     """
     if batch.has_targets or batch.has_pooling:
         return None
@@ -90,27 +90,25 @@ def smallest_fitting(batch: StepBatch, *, decode: Sequence[StepSize], mixed: Seq
         at = bisect_left(decode, len(items), key=lambda size: size.num_rows)
         return decode[at] if at < len(decode) else None
     num_longer = sum(len(item.token_ids) > 1 for item in items)
-    num_rows = batch.num_tokens if batch.has_drafts else len(items)  # a token is drawn after each draft token as well
+    num_rows = batch.num_tokens if batch.has_drafts else len(items)  # with drafts, any token may need logits
     at = bisect_left(mixed, batch.num_tokens, key=lambda size: size.num_tokens)
     fitting = (size for size in mixed[at:] if num_rows <= size.num_rows and num_longer <= size.max_longer)
     return next(fitting, None)
 
 
 class CapturedInputs:
-    """The tensors that one captured step reads, at addresses that do not change."""
+    """The input tensors of one captured step, at addresses that do not change."""
 
     def __init__(self, size: StepSize, attention: TritonAttention, adapters: AdapterSlots | None = None) -> None:
-        """Allocate the tensors. `adapters` is used only if the size has adapters."""
+        """Allocate the tensors. adapters: ignored unless the size has adapters."""
         self.size = size
         self._attention = attention
         self._adapters = adapters if size.has_adapters else None
         num_groups = attention.groups.num_groups
         columns = self._columns(EMPTY_BATCH, PackedColumns([], [], [], [[]] * num_groups), [[]] * num_groups)
         ends = list(accumulate(map(_room, columns)))
-        self._model_info = to_device(_joined(columns), attention.device)
-        views = [
-            self._model_info[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)
-        ]
+        self._numbers = to_device(_joined(columns), attention.device)
+        views = [self._numbers[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)]
         self.token_ids, self.positions, self.logits_indices, *others = views
         slots, single, adapted = others[:num_groups], others[num_groups : 2 * num_groups], others[2 * num_groups :]
         self.adapted = None  # the rows with adapters, if the size has adapters
@@ -123,12 +121,12 @@ class CapturedInputs:
         ]  # fmt: skip
 
     def fill(self, batch: StepBatch) -> None:
-        """Copy the inputs of a step to the device without waiting: one copy, and one for each size of prefill tiles."""
+        """Copy a step's inputs to the device without waiting: one copy, plus one for each size of prefill tiles."""
         packed = packed_columns(batch, block_size=self._attention.block_size)
         segments = self._attention.segments(batch.scheduled)
         numbers = _joined(self._columns(batch, packed, [single for single, _ in segments]))
-        self._model_info.copy_(
-            torch.tensor(numbers, dtype=torch.long, pin_memory=self._model_info.is_cuda), non_blocking=True
+        self._numbers.copy_(
+            torch.tensor(numbers, dtype=torch.long, pin_memory=self._numbers.is_cuda), non_blocking=True
         )
         for pieces, (_, longer) in zip(self._pieces, segments, strict=False):  # a decode step has no pieces
             pieces.fill(longer, first_spare=len(packed.token_ids))
@@ -158,11 +156,11 @@ def padded_columns(
 ) -> list[list[int]]:
     """Return the inputs of a step as columns, padded with tokens and segments of no sequence.
 
-    The columns are token ids, positions, indices of the tokens with logits, the slots of each group of layers, and the
-    segments (see `kernels.py`) of the single tokens of each group, [4 * num_rows]. single: these segments by group.
+    The columns are token ids, positions, indices of the tokens with logits, then slots for each group of layers, then
+    segments of single tokens for each group, [4 * num_rows] (see `kernels.py`). single: the unpadded segments by group.
     """
     num_spare, num_single = size.num_tokens - len(packed.token_ids), len(single[0])
-    if size.is_mixed:  # a spare segment has no token, because all tokens of the step may belong to prompts
+    if size.is_mixed:  # spare segments are empty, because prompts may use all tokens of the step
         spare_columns = [(0, 0, -1, scratch_row)] * (size.num_rows - num_single)
     else:
         spare_columns = [(at, 1, 0, scratch_row) for at in range(num_single, size.num_rows)]

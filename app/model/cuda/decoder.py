@@ -1,11 +1,11 @@
-"""Computes a step of a Llama-like model on CUDA, as the C++ decoder (`cpu/decoder.py`) does on a CPU.
+"""Runs the forward pass of a Llama-like model on CUDA, as the C++ decoder (`cpu/decoder.py`) does on a CPU.
 
-The query, key and value matrices are one product, and the gate and up matrices are another. Three of our kernels
-(`decoder_kernels.py`) compute everything between the products and the attention. A layer takes ten launches if every
-sequence has one token, and eleven if a sequence has more. Experts (`experts.py`) take one launch more, and FP8
-(`fp8.py`) takes one launch more. The loader compares the logits of this decoder with the logits of transformers' code.
+One product computes queries, keys and values, and another computes gate and up. Three of our kernels
+(`decoder_kernels.py`) compute everything between the products and the attention. A layer needs ten launches if every
+sequence has one token, otherwise eleven. Experts (`experts.py`) and FP8 (`fp8.py`) each add one launch. The loader
+verifies the decoder's logits against transformers' code.
 
-No function here waits for the device or reads from the device, so a step can be captured in a CUDA graph.
+Nothing here waits for the device or reads from it, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from app.model.cuda.weights import CudaLayer, CudaWeights
 from app.model.forward import Prediction
 from app.model.parallel.split_plan import Exchange
 
-_KERNELS_PER_LAYER = 6  # launches of our kernels for a layer in a decode step, with the attention kernels
-_KERNELS_OF_EXPERTS = 8  # launches of our kernels for a layer with experts
-_GATE_TILE = 1024  # outputs of one program, eight for each thread of four warps
-# Numbers in a tile of queries, eight for each thread. The kernel changes queries in place, so it needs at least one.
+_KERNELS_PER_LAYER = 6  # launches of our own kernels for a layer in a decode step, including attention
+_KERNELS_OF_EXPERTS = 8  # the same for a layer with experts
+_GATE_TILE = 1024  # outputs per program, eight for each thread of its four warps
+# Eight numbers of queries for each thread. A thread needs at least one, because queries change in place.
 _NUMBERS_PER_WARP = 256
 _NORM_NUMBERS_PER_WARP = 512
 
@@ -35,7 +35,7 @@ _Output = TypeVar("_Output", bound=Rows)
 
 
 class CudaDecoder:
-    """A `DeviceForward` with joined weights and paged attention."""
+    """The `DeviceForward` of Llama-like models, with fused weights and our paged attention."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class CudaDecoder:
         num_layers: int = 0,
         group: Exchange | None = None,
     ) -> None:
-        """Use the first `num_layers` layers, followed by the final norm and the head; 0 for all layers.
+        """Run the first `num_layers` layers, or all if it is 0, followed by the final norm and the head.
 
-        group: the ranks, if the weights are one rank's part. All ranks compute every step, and rank 0 has the logits.
+        group: the ranks, if the weights are one rank's part. All ranks run every step, but only rank 0 gets all logits.
         """
         self._group = group
         self._weights, self._settings, self._attention = weights, weights.settings, attention
@@ -97,7 +97,7 @@ class CudaDecoder:
         step: TritonStep,
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
-        """Return the output of the attention of a layer, [num_tokens, hidden_size]."""
+        """Return the output of a layer's attention, [num_tokens, hidden_size], after storing new keys and values."""
         num_heads, own = self._settings.num_heads, self._settings.layers[index]
         joined = linear(normed, layer.query_key_value, layer.query_key_value_bias)
         if adapted is not None:
@@ -116,7 +116,7 @@ class CudaDecoder:
     ) -> torch.Tensor:
         """Return the output of a layer's MLP, [num_tokens, hidden_size]. lengths: [num_experts] zeros, overwritten.
 
-        With experts and without ranks the output is [num_tokens, num_chosen, hidden_size], and the caller adds it up.
+        Experts without ranks return [num_tokens, num_chosen, hidden_size]: `_add_norm` sums the experts' outputs.
         """
         if layer.router is not None:
             chosen = self._mixture(plain(normed), layer.router, plain(layer.gate_up), plain(layer.down), lengths)
@@ -131,7 +131,7 @@ class CudaDecoder:
         return self._summed(output)
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the parts of all ranks: each rank has some heads, or some inner numbers of an MLP."""
+        """Return the sum over all ranks, in place: each rank has computed some heads, or some columns of the MLP."""
         if self._group is not None:
             self._group.all_reduce(part)
         return part
@@ -139,9 +139,9 @@ class CudaDecoder:
     def _add_norm(
         self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, normed: _Output
     ) -> _Output:
-        """Add to the residual in place, and write its norm to `normed`. All are [num_tokens, hidden_size].
+        """Add to the residual in place, write its norm to `normed`, and return `normed`: [num_tokens, hidden_size].
 
-        addend: may have several rows for each token, [num_tokens, num_addends, hidden_size].
+        addend: may contain several rows for each token, [num_tokens, num_addends, hidden_size].
         """
         num_tokens, size = residual.shape
         width = padded(size, 1)
@@ -154,7 +154,7 @@ class CudaDecoder:
         return normed
 
     def _as_inputs(self, rows: torch.Tensor, weight: Rows) -> Rows:
-        """Return rows in the type that a product with this weight takes."""
+        """Convert rows to FP8 if the weight is in FP8, because a product needs both in one type."""
         if isinstance(weight, torch.Tensor):
             return rows
         num_rows, size = rows.shape
@@ -167,7 +167,7 @@ class CudaDecoder:
     def _rotate_and_write(
         self, index: int, layer: CudaLayer, heads: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Rotate queries, write keys and values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
+        """Rotate queries in place, store keys, values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
         settings, own = self._settings, self._settings.layers[index]
         cache = self._attention.cache
         keys, values = cache.layer(index)
@@ -183,7 +183,7 @@ class CudaDecoder:
         )  # fmt: skip
 
     def _gated(self, gate_up: torch.Tensor, output: _Output) -> _Output:
-        """Compute SiLU(gate) times up: [num_tokens, 2 * size] → [num_tokens, size]."""
+        """Write SiLU(gate) * up to `output` and return it: [num_tokens, 2 * size] → [num_tokens, size]."""
         num_tokens, size, in_fp8 = gate_up.shape[0], gate_up.shape[1] // 2, isinstance(output, Fp8Rows)
         tile = padded(size, 1) if in_fp8 else _GATE_TILE  # FP8 has one scale for a whole row
         self._kernels.gate_kernel[(num_tokens, -(-size // tile))](
@@ -193,18 +193,18 @@ class CudaDecoder:
 
 
 def num_kernels_of(weights: CudaWeights) -> int:
-    """Return the number of launches of our kernels in a decode step, with the attention kernels and the final norm."""
+    """Return how many of our own kernels a decode step launches, including attention and the final norm."""
     of_layers = (_KERNELS_PER_LAYER if each.router is None else _KERNELS_OF_EXPERTS for each in weights.layers)
     return 1 + sum(of_layers) + sum(isinstance(each.output, Fp8Rows) for each in weights.layers)
 
 
 def _pointers(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values and the scales of rows. Rows without scales have an unused pointer in place of the scales."""
+    """Return pointers to values and scales. Rows without scales repeat the values, as kernels need some pointer."""
     return rows if isinstance(rows, Fp8Rows) else (rows, rows)
 
 
 def _gate_warps(tile: int) -> int:
-    """Return the number of warps: 16 at most, because a thread of 16 warps has 128 registers."""
+    """Return the number of warps. At most 16, because more would leave each thread fewer than 128 registers."""
     return min(16, max(4, tile // 1024))
 
 

@@ -1,13 +1,13 @@
-"""Triton kernels of the decoder for CUDA, for the work between its matrix products and its attention.
+"""Triton kernels of the decoder for CUDA: everything between its matrix products and its attention.
 
 `decoder.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
-Each program computes one token or a part of a token, in an order that follows from the sizes of the model alone, so the
-bits of a row depend on no other row of its step. All that differs between steps is read from the device. Numbers are
-float32, and are rounded to the model's type where transformers' code rounds them, except products with cosines and
-sines.
+Each program computes a token or a part of it, in an order that follows from the model's sizes alone, so the bits of a
+row do not depend on the other rows of the step. Everything that differs between steps is read from the device, so
+launches can be captured. The kernels compute in float32 and round to the model's type where transformers' code rounds,
+except for products with cosines and sines.
 
-Triton reads the annotations, so this module has no `from __future__ import annotations`.
+Triton evaluates annotations, so this module cannot use `from __future__ import annotations`.
 """
 
 import triton
@@ -18,8 +18,8 @@ from app.model.cuda.fp8_kernels import key_scales, scale_of, scaled
 
 @triton.jit
 def _store_row(
-    x,  # [padded] float32, already rounded to the type of the model; 0 outside of the row
-    inside,  # [padded]: whether a number is inside of the row
+    x,  # [padded] float32, already rounded to the model's type; 0 after the end of the row
+    inside,  # [padded]: whether the number belongs to the row
     at,  # [padded]
     row,
     size: tl.constexpr,
@@ -27,7 +27,7 @@ def _store_row(
     scales,  # [num_rows]; written if the values are in FP8
     in_fp8: tl.constexpr,
 ):
-    """Store a row as it is, or in FP8 with its scale, as `in_fp8` in `fp8.py` computes them."""
+    """Store a row unchanged, or in FP8 with its scale, with the same rounding as `in_fp8` in `fp8.py`."""
     if in_fp8:
         scale = scale_of(tl.max(tl.abs(x), 0))
         tl.store(scales + row, scale)
@@ -52,14 +52,14 @@ def quantise_kernel(
 
 @triton.jit
 def _weighted_norm(x, scale, weight, dtype: tl.constexpr):
-    """Return x times scale times weight, rounded to `dtype` after each product. x and the result are float32."""
+    """Return x * scale * weight in float32, rounded to `dtype` after each product, as transformers' norms round."""
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def add_norm_kernel(
     addends,  # [num_tokens, num_addends, size]
-    residual,  # [num_tokens, size]; the sum is written to it
+    residual,  # [num_tokens, size]; overwritten with the sum
     weight,  # [size]
     normed,  # [num_tokens, size]
     scales,  # [num_tokens]; written if the norm is in FP8
@@ -69,7 +69,7 @@ def add_norm_kernel(
     num_addends: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """Compute a residual sum and its RMSNorm. Grid: (num_tokens,)."""
+    """Add the addends to the residual and compute the RMSNorm of the sum. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, padded)
     inside = at < size
@@ -88,7 +88,7 @@ def add_norm_kernel(
 
 
 @triton.jit
-def _turned(
+def _rotated(
     heads,  # pointers to the first halves, [num_rows, half_padded]
     inside,  # [num_rows, half_padded]
     norm,  # [head_dim]
@@ -99,7 +99,7 @@ def _turned(
     half_padded: tl.constexpr,
     has_norm: tl.constexpr,
 ):
-    """Return heads after their norm and their rotation by the position: first halves and second halves, in float32."""
+    """Norm heads (with `has_norm`) and rotate them. Return their first and second halves, in float32."""
     dtype = heads.dtype.element_ty
     first = tl.load(heads, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads + half, mask=inside, other=0.0).to(tl.float32)
@@ -138,8 +138,8 @@ def rotate_write_kernel(
 ):
     """Norm queries and keys, rotate them by their positions, and store keys and values at their slots.
 
-    Grid: (num_tokens, num_kv_heads). A tile of queries needs at least one number for each thread: if two threads held
-    the same number, one thread could read the result that the other thread has written.
+    Grid: (num_tokens, num_kv_heads). A tile of queries needs at least one number for each thread: if two threads shared
+    a number, one could read it after the other has already replaced it with its result.
     """
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head_dim: tl.constexpr = 2 * half
@@ -154,12 +154,12 @@ def rotate_write_kernel(
     in_group = tl.arange(0, group_padded)[:, None]
     queries = row + (kv_head * group + in_group) * head_dim + at[None, :]
     is_query = (in_group < group) & is_half
-    first, second = _turned(queries, is_query, query_norm, cosine, sine, epsilon, half, half_padded, has_norm)
+    first, second = _rotated(queries, is_query, query_norm, cosine, sine, epsilon, half, half_padded, has_norm)
     tl.store(queries, first.to(dtype), mask=is_query)
     tl.store(queries + half, second.to(dtype), mask=is_query)
 
     key = row + (group * num_kv_heads + kv_head) * head_dim + at[None, :]
-    first, second = _turned(key, is_half, key_norm, cosine, sine, epsilon, half, half_padded, has_norm)
+    first, second = _rotated(key, is_half, key_norm, cosine, sine, epsilon, half, half_padded, has_norm)
     out = slot * (num_kv_heads * head_dim) + kv_head * head_dim + at[None, :]
     scale = key_scales(scales, slot // block_size, slot % block_size, kv_head, num_kv_heads, block_size)
     _store_head(first.to(dtype), second.to(dtype), is_half, half, keys + out, scale, in_fp8)
@@ -172,7 +172,7 @@ def rotate_write_kernel(
 
 @triton.jit
 def _store_head(
-    first,  # [1, half_padded]: the first half of a head, in the type of the model
+    first,  # [1, half_padded]: the first half of a head, in the model's type
     second,
     is_half,
     half: tl.constexpr,
@@ -180,7 +180,7 @@ def _store_head(
     scale,  # pointer; written if the numbers are in FP8
     in_fp8: tl.constexpr,
 ):
-    """Store a key or a value as it is, or in FP8 with its scale."""
+    """Store a key or a value unchanged, or in FP8 with its scale."""
     if in_fp8:
         first, second = first.to(tl.float32), second.to(tl.float32)
         own = scale_of(tl.maximum(tl.max(tl.abs(first)), tl.max(tl.abs(second))))
@@ -200,7 +200,7 @@ def gate_kernel(
     tile: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """Compute SiLU(gate) times up. Grid: (num_tokens, tiles of a row). A tile in FP8 is a whole row."""
+    """Compute SiLU(gate) * up. Grid: (num_tokens, tiles of a row). An FP8 row has one scale, so a tile is a row."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at < size

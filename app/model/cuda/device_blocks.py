@@ -1,8 +1,8 @@
-"""The blocks of a GPU's KV memory. Threads copy blocks through pinned memory of the host while steps run.
+"""Copies blocks between a GPU's KV memory and pinned host memory, from any thread, while steps run.
 
-A block is spread over two tensors of each layer, and a copy for each tensor would take about a hundred launches. One
-kernel therefore copies all parts from or to host memory, as in LMCache (Liu et al., 2025, arXiv 2510.09665). Not yet
-measured on a GPU.
+Each layer stores its part of a block in two tensors, so copying tensor by tensor would need about a hundred launches
+per block. Instead, one kernel copies all parts, as in LMCache (Liu et al., 2025, arXiv 2510.09665). The speed has not
+been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 from app.model.cuda.launching import copy_stream, kernels_of
 
 _WORD_BYTES = torch.int32.itemsize
-_TILE = 2048  # words of one program
+_TILE = 2048  # words that a program copies
 
 
 class DeviceBlocks(BlockMemory):
-    """The tensors of KV memory. Between two steps the memory may be given up and later restored at other addresses."""
+    """Gives any thread access to the blocks of a GPU's KV memory, except between `suspend` and `resume`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Compile the kernel. The first dimension of each tensor is the number of blocks."""
+        """Copy block 0 out and back once to compile the kernel. Each tensor's first dimension counts the blocks."""
         self._tensors = tensors
         self._device = tensors[0].device
         self._kernels = kernels_of("block_kernels", self._device)
@@ -33,7 +33,7 @@ class DeviceBlocks(BlockMemory):
         self.block_bytes = sum(self._sizes) * _WORD_BYTES
         self._lock = threading.Lock()
         self._table: torch.Tensor | None = None  # None while the memory is given up
-        self.come_back()
+        self.resume()
         buffer = self.new_buffer()
         with self.copies() as copies:
             copies.take(0, buffer)
@@ -43,13 +43,13 @@ class DeviceBlocks(BlockMemory):
     def is_there(self) -> bool:
         return self._table is not None
 
-    def leave(self) -> None:
-        """Stop copying because the memory is given up. Waits until a running copy of a block is complete."""
+    def suspend(self) -> None:
+        """Refuse all copies until `resume`. Call before the memory is freed; blocks until a running copy is done."""
         with self._lock:
             self._table = None
 
-    def come_back(self) -> None:
-        """Read the new addresses of the tensors after the memory is restored."""
+    def resume(self) -> None:
+        """Allow copies again. Call after the memory is restored: the tensors' new addresses are read here."""
         firsts = [0, *accumulate(self._sizes)][:-1]
         table = [[each.data_ptr() for each in self._tensors], self._sizes, firsts]
         self._table = torch.tensor(table, dtype=torch.int64).to(self._device)
@@ -65,7 +65,7 @@ class DeviceBlocks(BlockMemory):
             yield _Copies(self, stream)
 
     def copy(self, block_id: int, buffer: memoryview, stream: torch.cuda.Stream | None, *, takes: bool) -> bool:
-        """Copy a block to a buffer if `takes`, or the buffer to the block. Returns False if the memory is given up."""
+        """Copy a block to the buffer if `takes`, else back, and wait. Return False after `suspend`."""
         with self._lock:
             if self._table is None:
                 return False
@@ -80,7 +80,7 @@ class DeviceBlocks(BlockMemory):
 
 
 class _Copies(BlockCopies):
-    """Copies on a stream of their own, which is the current stream of the thread."""
+    """Copies blocks on a separate stream, which `copies` has made the thread's current stream."""
 
     def __init__(self, blocks: DeviceBlocks, stream: torch.cuda.Stream | None) -> None:
         self._blocks = blocks

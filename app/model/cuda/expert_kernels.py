@@ -1,15 +1,15 @@
-"""Triton kernels of a mixture of experts: one kernel chooses the experts of a token, two compute the products.
+"""Triton kernels of a mixture of experts: one kernel chooses each token's experts, two compute the products.
 
 `experts.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
-An *assignment* is one token at one of its experts: token * num_chosen + the rank of the expert. Each expert has a list
-of its assignments, and its matrices are multiplied with tiles of the list. Tiles are found on the device, so the number
-and the sizes of launches follow from the number of tokens alone. Programs append to a list in any order. The order
-decides only the place of a row in its tile: sums run over tiles of depth in one order, and all tiles have one size, so
-the bits of a row depend on no other row of its step.
+An *assignment* is one token at one of its experts, numbered token * num_chosen + the rank of the expert. Each expert
+has a list of assignments, and its matrices are multiplied with tiles of that list. The tiles are found on the device,
+so the number and the sizes of launches follow from the number of tokens alone. Programs append to a list in any order,
+which only decides where in a tile a row lies: all tiles have one size, and sums over the depth run in a fixed order, so
+the bits of a row do not depend on the other rows of the step.
 
-Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is set in Triton's
-interpreter, which cannot multiply matrices of bfloat16.
+Triton evaluates annotations, so this module cannot use `from __future__ import annotations`. `widen` is set for
+Triton's interpreter, which cannot multiply matrices of bfloat16.
 """
 
 import triton
@@ -18,9 +18,9 @@ import triton.language as tl
 
 @triton.jit
 def route_kernel(
-    scores,  # [num_tokens, num_routed], and one column more if there is a shared expert
-    lists,  # [num_routed + num_shared, num_tokens] int32: the assignments of each expert
-    lengths,  # [num_routed + num_shared] int32: the lengths of the lists; zeros before the launch
+    scores,  # [num_tokens, num_routed], with one more column if there is a shared expert
+    lists,  # [num_routed + num_shared, num_tokens] int32: each expert's assignments
+    lengths,  # [num_routed + num_shared] int32: the lengths of the lists; must be zeros before the launch
     shares,  # [num_tokens, num_chosen] float32: the factor of each expert's output
     num_routed: tl.constexpr,
     num_shared: tl.constexpr,
@@ -30,12 +30,12 @@ def route_kernel(
     sums_to_one: tl.constexpr,
     rounds: tl.constexpr,
 ):
-    """Choose the likeliest experts of a token, the lower index first on a tie, then the shared. Grid: (num_tokens,)."""
+    """Choose a token's likeliest experts (ties: lower index first), then the shared ones. Grid: (num_tokens,)."""
     token, num_tokens = tl.program_id(0), tl.num_programs(0).to(tl.int64)
     row = scores + token.to(tl.int64) * (num_routed + (num_shared > 0))
     at = tl.arange(0, experts_padded)
     score = tl.load(row + at, mask=at < num_routed, other=0.0).to(tl.float32)
-    # A token with scores that are not finite must also go to distinct experts: a list holds each token at most once.
+    # NaN and infinity become 0, so that such a token still gets distinct experts: a list has room for each token once.
     score = tl.where(tl.abs(score) < float("inf"), score, 0.0)
     score = tl.where(at < num_routed, score, float("-inf"))
     likely = tl.exp(score - tl.max(score, 0))
@@ -43,7 +43,7 @@ def route_kernel(
     likely = tl.where(at < num_routed, likely, -1.0)
     ranks = tl.arange(0, chosen_padded)
     per_token: tl.constexpr = num_chosen - num_shared
-    experts = num_routed - per_token + ranks  # shared, if the loop does not change it
+    experts = num_routed - per_token + ranks  # the loop overwrites all but the shared experts
     share = tl.zeros([chosen_padded], tl.float32)
     for rank in tl.static_range(per_token):
         best = tl.argmax(likely, 0)
@@ -65,7 +65,7 @@ def route_kernel(
 
 @triton.jit
 def _place_of_tile(lengths, tile, num_experts: tl.constexpr, experts_padded: tl.constexpr, tile_rows: tl.constexpr):
-    """Return a tile's expert, its start in the expert's list, and the length of the list; a spare tile gets 0 and 0."""
+    """Return a tile's expert, its start in the expert's list, and the list's length. A spare tile gets (…, 0, 0)."""
     at = tl.arange(0, experts_padded)
     length = tl.load(lengths + at, mask=at < num_experts, other=0)
     tiles = (length + tile_rows - 1) // tile_rows
@@ -78,7 +78,7 @@ def _place_of_tile(lengths, tile, num_experts: tl.constexpr, experts_padded: tl.
 
 @triton.jit
 def product(left, right, total, widen: tl.constexpr):
-    """Return the total plus left times right, in float32."""
+    """Return total + left * right (a matrix product), in float32."""
     if widen:
         return total + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left, right, total, input_precision="ieee")
@@ -102,7 +102,7 @@ def expert_gate_kernel(
     tile_depth: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Compute SiLU(gate) times up of each assignment. Grid: (the most tiles of rows, tiles of columns)."""
+    """Compute SiLU(gate) * up of each assignment. Grid: (the most row tiles possible, column tiles)."""
     expert, first, length = _place_of_tile(lengths, tl.program_id(0), num_experts, experts_padded, tile_rows)
     if first >= length:
         return
@@ -148,7 +148,7 @@ def expert_down_kernel(
     tile_depth: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Compute each assignment's output times its share. Grid: (the most tiles of rows, tiles of columns)."""
+    """Compute each assignment's output times its share. Grid: (the most row tiles possible, column tiles)."""
     expert, first, length = _place_of_tile(lengths, tl.program_id(0), num_experts, experts_padded, tile_rows)
     if first >= length:
         return

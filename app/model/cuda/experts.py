@@ -1,10 +1,10 @@
-"""A mixture of experts on CUDA: four launches for any number of experts, as one launch multiplies for all experts.
+"""Runs a mixture of experts on CUDA with four launches for any number of experts: each launch covers all experts.
 
-If experts have many rows each, in bfloat16 on Hopper, torch's grouped product replaces two of the launches. The grouped
-product needs sorted rows, and its tiles depend on the number of rows; our kernels (`expert_kernels.py`) have neither
-limit. So the grouped product computes prompts, and is not used with `batch_invariant`.
+In bfloat16 on Hopper, if each expert has many rows, torch's grouped product replaces two of the launches. It is meant
+for prompts: it needs sorted rows, which cost more launches, and its tiles depend on the number of rows, so it is never
+used with `batch_invariant`. Our kernels (`expert_kernels.py`) have neither limit.
 
-A shared expert, which every token goes to, is cut into pieces of the size of a routed expert.
+A shared expert, which computes every token, is cut into pieces of the size of a routed expert.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from app.model.cuda.attention import padded
 from app.model.cuda.launching import kernels_of
 from app.model.llama import ExpertSettings
 
-# The tile has one size for any number of tokens, because the bits of a row depend on the size. 64 rows are one wgmma.
+# The size is fixed for any number of tokens, because the bits of a row depend on it. 64 rows are one wgmma.
 _TILE_ROWS = _TILE_COLUMNS = 64
 _TILE_DEPTH_BYTES = 128
-# With fewer rows of an expert on average, reading the weights takes longer than the products. Not yet measured.
+# If experts have fewer rows on average, reading the weights takes longer than the products. Not measured yet.
 _FEWEST_GROUPED_ROWS = 64
-_GROUPED_UNIT = 8  # numbers in 16 bytes: the grouped product takes rows that are aligned to 16 bytes
+_GROUPED_UNIT = 8  # numbers in 16 bytes: the grouped product requires rows aligned to 16 bytes
 
 
 class ExpertMixture:
-    """The MLP of a layer with experts. A router sends each token to a few experts."""
+    """The MLP of a layer with experts: a router sends each token to a few experts."""
 
     def __init__(self, settings: ExpertSettings, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._settings = settings
-        # Before Hopper torch multiplies one group after the other, and waits for the device. Other devices than CUDA
-        # take the grouped product as an H100 does, so a plan on the meta device is that of an H100.
+        # Before Hopper, torch multiplies one group after the other and waits for the device. Devices other than CUDA
+        # use the grouped product as an H100 does, so that a plan on the meta device is that of an H100.
         is_grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
         self._groups = is_grouped and not batch_invariant
         self._widen = device.type == "cpu"
@@ -39,10 +39,10 @@ class ExpertMixture:
     def __call__(
         self, x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """Return each token's outputs of its experts times their shares: [num_tokens, num_chosen, hidden_size].
+        """Return the outputs of each token's experts times their shares: [num_tokens, num_chosen, hidden_size].
 
-        x: [num_tokens, hidden_size]; router: [num_routed, hidden_size], and one row more if there is a shared expert;
-        gate_up: [num_experts, 2 * inner size, hidden_size], the pieces of the shared expert last; down: [num_experts,
+        x: [num_tokens, hidden_size]; router: [num_routed, hidden_size], with one more row if there is a shared expert;
+        gate_up: [num_experts, 2 * inner size, hidden_size], with the shared expert's pieces last; down: [num_experts,
         hidden_size, inner size]; lengths: [num_experts] int32 zeros, which are overwritten.
         """
         num_experts, size, inner = down.shape
@@ -59,7 +59,7 @@ class ExpertMixture:
         is_even = size % _GROUPED_UNIT == inner % _GROUPED_UNIT == 0 and x.dtype is torch.bfloat16
         if self._groups and is_even and shares.numel() >= _FEWEST_GROUPED_ROWS * num_experts:
             return _grouped(x, gate_up, down, lists, lengths, shares)
-        # The largest possible number of tiles: the last tile of each expert may be short, and each tile has a row.
+        # The largest possible number of tiles: each expert's last tile may be short, but every tile has a row.
         num_tiles = min(shares.numel(), -(-shares.numel() // _TILE_ROWS) + num_experts)
         options = {
             "num_experts": num_experts, "experts_padded": padded(num_experts, 1), "tile_rows": _TILE_ROWS,
@@ -85,7 +85,7 @@ def _grouped(
     lengths: torch.Tensor,
     shares: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `expert_gate_kernel` and `expert_down_kernel` with torch, on the lists of all experts joined."""
+    """Return the result of `expert_gate_kernel` and `expert_down_kernel`, from torch's grouped product."""
     ends = lengths.cumsum(0, dtype=torch.int32)
     rows = torch.arange(shares.numel(), device=x.device)
     experts = torch.searchsorted(ends, rows, right=True)
@@ -93,6 +93,6 @@ def _grouped(
     tokens = x[assignments // shares.shape[1]]
     gate, up = functional.grouped_mm(tokens, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     outputs = functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    # The product with the shares is in float32 and rounded once, as in the kernel.
+    # The shares are float32, so the product is rounded once, as in the kernel.
     outputs = (outputs * shares.flatten()[assignments, None]).to(x.dtype)
     return torch.empty_like(outputs).index_copy_(0, assignments, outputs).view(*shares.shape, -1)

@@ -1,7 +1,7 @@
-"""Matrix products in FP8 (e4m3) on CUDA. Each output of a matrix and each token has a float32 scale.
+"""Matrix products in FP8 (e4m3) on CUDA, with a float32 scale for each output of a matrix and for each token.
 
-The tensor cores multiply the FP8 numbers and add up the products in float32. The sums are multiplied by both scales and
-rounded once, to bfloat16.
+The tensor cores multiply the FP8 numbers and sum the products in float32. Each sum is then multiplied by both scales
+and rounded once, to bfloat16.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # the largest number of the type
-SMALLEST_SCALE = 1e-12  # the scale of a row of zeros
-_ROWS_AT_ONCE = 1024  # the most rows that are converted to float32 at the same time
-_UNIT = 16  # `torch._scaled_mm` takes matrices whose inputs and outputs are multiples of this
+LARGEST = 448.0  # the largest FP8 number
+SMALLEST_SCALE = 1e-12  # used for a row of zeros, which would otherwise be divided by zero
+_ROWS_AT_ONCE = 1024  # rows to convert at once: each conversion needs a float32 copy of its rows
+_UNIT = 16  # `torch._scaled_mm` requires matrices whose inputs and outputs are multiples of this
 LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 
 
 class Fp8Rows(NamedTuple):
-    """Rows of numbers, each with its scale: the weights of each output, or the inputs of each token."""
+    """FP8 numbers with a scale for each row. A row holds the weights of an output or the inputs of a token."""
 
     values: torch.Tensor  # [num_rows, size]
     scales: torch.Tensor  # [num_rows, 1] float32
@@ -37,7 +37,7 @@ Rows = torch.Tensor | Fp8Rows
 
 
 def in_fp8(rows: torch.Tensor) -> Fp8Rows:
-    """Convert rows to FP8. The scale of a row maps its largest absolute value to the largest number of the type."""
+    """Convert rows to FP8. A row's scale maps its largest absolute value to the largest FP8 number."""
     values = torch.empty_like(rows, dtype=FP8)
     scales = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
     for some, to, scale in zip(*(torch.split(each, _ROWS_AT_ONCE) for each in (rows, values, scales)), strict=True):
@@ -47,8 +47,8 @@ def in_fp8(rows: torch.Tensor) -> Fp8Rows:
     return Fp8Rows(values, scales)
 
 
-def below_each_other(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
-    """Concatenate the rows of all pieces. A single piece is returned as it is, without a copy."""
+def concatenated(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
+    """Concatenate the rows of all pieces. A single piece is returned without a copy."""
     if len(pieces) == 1:
         return pieces[0]
     values = torch.cat([piece.values.view(torch.uint8) for piece in pieces])
@@ -56,7 +56,7 @@ def below_each_other(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
 
 
 def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
-    """Allocate the inputs of a product with this matrix, in the type that the product takes."""
+    """Allocate inputs for a product with this matrix: uninitialised, and in FP8 if the matrix is."""
     if isinstance(weight, torch.Tensor):
         return weight.new_empty(num_tokens, weight.shape[-1])
     values, scales = weight
@@ -64,20 +64,20 @@ def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
 
 
 def plain(rows: Rows) -> torch.Tensor:
-    """Return rows as a tensor. The caller must know that the rows are not in FP8."""
+    """Return rows that the caller knows not to be in FP8, typed as a tensor."""
     assert isinstance(rows, torch.Tensor), "these rows are not in FP8"
     return rows
 
 
 def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply [num_tokens, inputs] by [outputs, inputs] → [num_tokens, outputs]. Both have the same type.
+    """Multiply [num_tokens, inputs] by [outputs, inputs] → [num_tokens, outputs]. Both must be FP8, or neither.
 
     bias: [outputs], in bfloat16 if the inputs are in FP8.
     """
     if isinstance(weight, torch.Tensor):
         return functional.linear(plain(inputs), weight, bias)
     assert isinstance(inputs, Fp8Rows), "`empty_inputs` with this weight has made the inputs"
-    # `use_fast_accum` would add up in fewer bits on Hopper, and gain nothing: decode steps wait for memory.
+    # `use_fast_accum` would sum in fewer bits on Hopper, and would not speed up decode steps, which wait for memory.
     return torch._scaled_mm(
         inputs.values, weight.values.t(), scale_a=inputs.scales, scale_b=weight.scales.t(), bias=bias,
         out_dtype=torch.bfloat16,
@@ -85,7 +85,7 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
 
 
 def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
-    """Return why a device cannot compute in FP8, or None if it can. on_a_cpu: the settings that a CPU has instead."""
+    """Return why a device cannot compute in FP8, or None if it can. on_a_cpu: the settings to suggest for a CPU."""
     if not TritonAttention.fits(device):
         return f"it runs on {device.type}; a CPU has {on_a_cpu}"
     if device.type != "cuda":
@@ -98,7 +98,7 @@ def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
 
 
 def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:
-    """Return why the matrices of a Llama-like model cannot be in FP8, or None. Matrices of experts never are in FP8."""
+    """Return why a Llama-like model's matrices cannot be in FP8, or None. Experts' matrices are never in FP8."""
     config, head_dim = module.config, max(head_dims_of(module), default=0)
     sizes = {
         "hidden size": config.hidden_size,

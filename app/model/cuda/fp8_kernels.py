@@ -1,6 +1,6 @@
-"""Functions for Triton kernels that write or read FP8 numbers with their scales, as `in_fp8` in `fp8.py` makes them.
+"""Functions for Triton kernels that store or load FP8 numbers with scales, in the format of `in_fp8` in `fp8.py`.
 
-Triton reads the annotations, so this module has no `from __future__ import annotations`.
+Triton evaluates annotations, so this module cannot use `from __future__ import annotations`.
 """
 
 import triton
@@ -14,7 +14,7 @@ _KEEPS_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def scale_of(largest):
-    """Return the scale of a row from the largest absolute value in the row, in float32."""
+    """Return the scale of a row. largest: the row's largest absolute value, in float32."""
     return tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)
 
 
@@ -28,10 +28,10 @@ def scaled(x, scale):
 def key_scales(
     scales,  # [num_blocks, num_kv_heads, 2, block_size]
     blocks,
-    at,  # positions inside of the blocks
+    at,  # offsets inside the blocks
     heads,
     num_kv_heads: tl.constexpr,
     block_size: tl.constexpr,
 ):
-    """Return pointers to the scales of keys. The scales of the values are `block_size` numbers after them."""
+    """Return pointers to the scales of keys. The scales of values follow `block_size` numbers later."""
     return scales + (blocks.to(tl.int64) * num_kv_heads + heads) * (2 * block_size) + at

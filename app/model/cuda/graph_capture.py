@@ -1,4 +1,4 @@
-"""Captures work on a GPU as CUDA graphs, which are replayed with one launch."""
+"""Captures functions on a GPU as CUDA graphs, each of which replays with a single launch."""
 
 from __future__ import annotations
 
@@ -8,40 +8,39 @@ from contextlib import contextmanager
 
 import torch
 
-# Takes a function on tensors at fixed addresses. Returns a function that repeats the work and writes its result to the
-# same tensor.
+# Records a function on tensors at fixed addresses. The returned function repeats the work and overwrites the result.
 Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
-_NUM_WARM_UPS = 2  # a first call compiles kernels, and cuBLAS chooses and allocates: none of this can be captured
+_NUM_WARM_UPS = 2  # first calls compile kernels and let cuBLAS allocate, neither of which can be captured
 
 
 class CudaCapture:
-    """Captures functions as graphs. The graphs share one memory pool, because they never run at the same time."""
+    """Captures functions as graphs, which share one memory pool: no two of them may run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.renew()
-        # All warm-ups and captures share one stream, which has no other work. cuBLAS has a workspace of some 32 MiB for
-        # each stream. When a graph of another owner on the same stream is destroyed, torch frees the workspace although
-        # the remaining graphs use it (pytorch issue 193402).
+        # Warm-ups and captures share one stream, because cuBLAS allocates a workspace of some 32 MiB for each stream.
+        # Nothing else uses this stream: if a graph of another owner on the stream is destroyed, torch frees the
+        # workspace although the remaining graphs use it (pytorch issue 193402).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def renew(self) -> None:
-        """Use a new memory pool from now on: a pool cannot be used again after all its graphs are destroyed."""
+        """Start a new memory pool. Needed after all graphs are destroyed, because their pool cannot be used again."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Record the work of `function` on the device. Returns a function that replays it and returns the same tensor.
+        """Record the device work of `function`. Returns a function that replays the work and returns the same tensor.
 
         Raises:
             RuntimeError: `function` waits for the device or reads from the device.
         """
         stream = torch.cuda.current_stream(self._device)
-        # Restores the current stream: a failed capture would leave its own stream as the current one.
+        # Restore the current stream in any case: a failed capture leaves its own stream current.
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._warm_up(function, stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device during the capture: threads of another engine, or of Ray.
+            # Other threads, of another engine or of Ray, may use the device during the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 output = function()
 
@@ -61,7 +60,7 @@ class CudaCapture:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect garbage once, then disable collection: freeing a graph or an event could break a capture under way."""
+    """Collect garbage once, then pause collections, because freeing a graph or an event could break a capture."""
     is_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

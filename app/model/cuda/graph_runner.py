@@ -1,12 +1,12 @@
-"""Computes steps on a GPU. Launches do not wait for the device, and most steps replay CUDA graphs.
+"""Runs steps on a GPU. Launches do not wait for the device, and most steps replay CUDA graphs.
 
-A step is hundreds of launches from Python, and a graph makes them one launch. Steps differ only in their inputs and
-sizes. The inputs are padded to the next of a few captured sizes (`captured_inputs.py`) and copied into tensors at fixed
-addresses, and the captured work is replayed. Decode steps are captured, and steps with prompts up to some number of
-tokens. A longer step, or a step that scores prompts or makes embeddings, runs eagerly.
+An eager step needs hundreds of launches from Python; a replayed graph needs one. Steps differ only in their inputs and
+sizes, so a step is padded to the next of a few captured sizes (`captured_inputs.py`), its inputs are copied to tensors
+at fixed addresses, and the captured work is replayed. Decode steps are captured, and so are steps with prompts up to a
+certain size. Larger steps, and steps that score prompts or compute embeddings, run eagerly.
 
-All work goes to one stream, in order: a step may be launched while the step before it runs, and reads the tokens of
-that step on the device.
+All work runs on one stream, in order. A step may therefore be launched while the previous step still runs, and reads
+the tokens that the previous step draws on the device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import LeadingRunner, draw_tokens
 from app.model.sampler import Sampler
 from app.model.verification import MAX_DIFFERENCES, TrialBlocks, difference_above
-from app.progress import tell
+from app.progress import report_step
 
 if TYPE_CHECKING:
     from app.model.implementations.loaded_model import LoadedModel
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphModelRunner(LeadingRunner):
-    """Launches the batches of one model. Batches that fit into a captured size are replayed; the rest run eagerly."""
+    """Launches the batches of one model. Batches that fit into a captured size are replayed; others run eagerly."""
 
     can_sleep = True
 
@@ -79,10 +79,10 @@ class GraphModelRunner(LeadingRunner):
     ) -> None:
         """`prepare` captures every size up to `max_rows` sequences. Without `capture`, all steps run eagerly.
 
-        stateful: the attention with the states of recurrent layers. With states, each step ends before the next starts.
+        stateful: the attention with recurrent states. With states, a step is launched only after the previous one ends.
         max_tokens: the most tokens of a captured step with prompts; 0 to capture no such steps.
-        synchronize: waits for the device and raises the device's error; by default a device is never lost.
-        may_adapt: whether transformers' code may compute with adapters, in steps that run eagerly.
+        synchronize: waits for the device and raises its error. The default never finds a device lost.
+        may_adapt: whether transformers' code may apply adapters, in eager steps. Our decoder's adapters do not need it.
         """
         super().__init__()
         self._model = model
@@ -90,49 +90,49 @@ class GraphModelRunner(LeadingRunner):
         self._forward = model.device_forward(attention)
         self.adapting: LinearUpdates | None = None
         if may_adapt and model.group is None and isinstance(self._forward, TransformersForward):
-            self.adapting = self._forward.adapting  # needs whole linear layers, so there are no ranks
+            self.adapting = self._forward.adapting  # not on ranks, because it needs whole linear layers
         self.adapts = model.adapters is not None or self.adapting is not None
         self._attention = attention
-        # The slots of recurrent states are known only when the step before has ended.
+        # A step's slots for recurrent states are known only when the previous step has ended.
         self.launches = stateful is None and not isinstance(self._forward, SequentialForward)
         self._steps = stateful or attention
         self._states = () if stateful is None else tuple(stateful.states)
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
             BatchInvariantMode if isinstance(attention, TritonAttention) and attention.batch_invariant else nullcontext
         )
-        self._drawn: torch.Tensor | None = None  # [num_sampled], the tokens of the step that was launched last
-        self._logits: torch.Tensor | None = None  # [largest number of rows, vocab_size], written by each replay
-        self._likeliest: torch.Tensor | None = None  # [largest number of rows] int64, the argmax of `_logits`
+        self._drawn: torch.Tensor | None = None  # [num_sampled], the tokens of the last launched step
+        self._logits: torch.Tensor | None = None  # [most rows of a size, vocab_size], overwritten by each replay
+        self._argmax: torch.Tensor | None = None  # [most rows of a size] int64, the argmax of `_logits`
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
-        self._mixed_sizes: tuple[StepSize, ...] = ()  # the captured sizes, ascending
+        self._mixed_sizes: tuple[StepSize, ...] = ()  # captured sizes only, ascending
         self._wanted_mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
-        self.num_padding_tokens = 0  # spare tokens that replays have computed
+        self.num_padding_tokens = 0  # spare tokens computed by replays so far
         self._capture = capture  # None after `prepare`
         self._captured_by = capture
         self._ladder: Ladder | None = None
-        self._away: HostCopy | None = None  # the weights while this runner sleeps
-        self._blocks: DeviceBlocks | None = None  # None until the first call of `kv_memory`
+        self._away: HostCopy | None = None  # holds the weights while this runner sleeps
+        self._blocks: DeviceBlocks | None = None  # created by the first call of `kv_memory`
         self._finding_loss = DeviceLossGuard(synchronize)
 
     def report(self, ladder: Ladder, backend: str) -> None:
-        """Report this backend from now on, and have the ladder note a loss of the device."""
+        """Report this backend as running, and record a loss of the device in the ladder from now on."""
         self._ladder, self.backend = ladder, ladder.taken(backend)
         self._finding_loss.note = ladder.note_loss
 
     def prepare(self) -> None:
-        """Capture the CUDA graphs, which takes seconds. Graphs are bound to the cuBLAS workspaces of this thread.
+        """Capture the CUDA graphs, which takes seconds. Graphs are tied to the calling thread's cuBLAS workspaces.
 
-        If memory runs out, steps with prompts are left out first, then sizes of decode steps. All steps run without
-        graphs if the memory does not hold the graphs of the `coarse_sizes`, or if the model cannot be captured.
+        If memory runs out, graphs of steps with prompts are left out first, then some sizes of decode steps. If even
+        the graphs of `coarse_sizes` do not fit, or the model cannot be captured, all steps run eagerly.
 
         Raises:
-            InvalidSetup: `model.require` is `graphs`, and there are no graphs.
-            DeviceLost: the device does not work any more.
+            InvalidSetup: `model.require` is `graphs`, but no graphs could be captured.
+            DeviceLost: this process can no longer use the device.
         """
         if self._capture is None:
             return
-        tell("capturing CUDA graphs")
+        report_step("capturing CUDA graphs")
         with self._ranks.preparing(), without_collections(), ending_hangs():
             self._capture_all(self._capture)
         self._capture = None
@@ -140,22 +140,22 @@ class GraphModelRunner(LeadingRunner):
             self.backend = self._ladder.with_graphs()
 
     def _leave_graphs(self, error: Exception, reason: str) -> None:
-        """Run steps eagerly from now on. Raises the errors of `prepare`."""
+        """Run all steps eagerly from now on. Raises the errors that `prepare` raises."""
         self._finding_loss.check(error)
         logger.warning("steps run without CUDA graphs, slower: %s", reason)
         self._graphs.clear()
-        self._logits = self._likeliest = None
+        self._logits = self._argmax = None
         if self._ladder is not None:
             self.backend = self._ladder.without_graphs(reason)
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
-        """Load an adapter. The runner may be asleep."""
+        """Read an adapter, call `make_room`, and load the adapter. Also works while the runner sleeps."""
         if self.adapting is not None:
             update = read_adapter(folder, self.adapting.sizes)
             make_room()
             return self.adapting.prepare(update)
-        assert self._model.adapters is not None, "it adapts"
+        assert self._model.adapters is not None, "this runner supports no adapters"
         weights = read_adapter(folder, self._model.adapters.sizes)
         make_room()
         loaded = self._model.adapters.load(weights)
@@ -172,16 +172,16 @@ class GraphModelRunner(LeadingRunner):
         self._model.adapters.write(slot, part)
 
     def unload_adapter(self, adapter: object) -> None:
-        if self.adapting is not None:  # Python frees the adapter after the last step that uses it
+        if self.adapting is not None:  # the adapter's tensors are freed when the last step that uses them has ended
             return
-        assert self._model.adapters is not None, "it adapts"
-        assert isinstance(adapter, SlottedAdapter), "loaded here"
+        assert self._model.adapters is not None, "this runner supports no adapters"
+        assert isinstance(adapter, SlottedAdapter), "the adapter was not loaded by this runner"
         self._model.adapters.free(adapter)
 
     def kv_memory(self) -> DeviceBlocks | None:
-        if isinstance(self._ranks, Ranks) or self._states:  # nothing copies states, and blocks alone are of no use
+        if isinstance(self._ranks, Ranks) or self._states:  # blocks are useless without states, which cannot be copied
             return None
-        if not isinstance(self._attention, TritonAttention):  # a Triton kernel copies blocks
+        if not isinstance(self._attention, TritonAttention):  # blocks are copied by a Triton kernel
             return None
         if self._blocks is None:
             self._blocks = DeviceBlocks(self._attention.kv_tensors)
@@ -189,14 +189,14 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def sleep(self) -> None:
-        """Move the weights to the memory of the host, and free the memory of KV, states and graphs."""
+        """Wait for running steps, move the weights to host memory, and free the memory of KV, states and graphs."""
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._graphs.clear()
-        self._drawn = self._logits = self._likeliest = None
+        self._drawn = self._logits = self._argmax = None
         if self._blocks is not None:
-            self._blocks.leave()
+            self._blocks.suspend()
         if (adapters := self._model.adapters or self.adapting) is not None:
             adapters.suspend_device()
         self._away = HostCopy(self._model.tensors(), (*self._attention.kv_tensors, *self._states))
@@ -205,14 +205,14 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def wake(self) -> None:
-        """Move the weights back, and capture all steps again, because the addresses of the weights have changed."""
-        assert self._away is not None, "it sleeps"
-        self._away.come_back()
+        """Move the weights back and capture all graphs again, because the weights' addresses have changed."""
+        assert self._away is not None, "this runner does not sleep"
+        self._away.resume()
         self._away = None
         if self._blocks is not None:
-            self._blocks.come_back()
+            self._blocks.resume()
         if (adapters := self._model.adapters or self.adapting) is not None:
-            adapters.come_back()
+            adapters.resume()
         if isinstance(self._captured_by, CudaCapture):
             self._captured_by.renew()
         self._capture = self._captured_by
@@ -222,10 +222,10 @@ class GraphModelRunner(LeadingRunner):
         return self.launch(batch).result()
 
     def launch(self, batch: StepBatch) -> LaunchedStep:
-        """Queue a step. A token id -1 - n stands for the n-th token of the step launched before.
+        """Queue a step. A token id -1 - n stands for the n-th token that the previously launched step draws.
 
         Raises:
-            DeviceLost: the device does not work any more. `LaunchedStep.result` raises the same error.
+            DeviceLost: this process can no longer use the device. `LaunchedStep.result` raises the same error.
         """
         self.prepare()
         with self._finding_loss, self._ranks.watched():
@@ -233,7 +233,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:
-        """Compute a step of rank 0. Rank 0 broadcasts the drawn tokens at the next step, if that step needs them."""
+        """Run this rank's part of a step of rank 0. If the next step needs the drawn tokens, rank 0 broadcasts them."""
         with self._finding_loss:
             self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
@@ -280,7 +280,7 @@ class GraphModelRunner(LeadingRunner):
         return self._model.adapters.rows(batch)
 
     def _replayed(self, graph: _Graph, batch: StepBatch) -> Prediction:
-        """Replay a graph. The next replay overwrites the logits of this prediction."""
+        """Replay a graph. The returned logits are valid only until the next replay, which overwrites them."""
         inputs = graph.inputs
         self.num_padding_tokens += inputs.size.num_tokens - batch.num_scheduled_tokens
         inputs.fill(batch)
@@ -288,10 +288,10 @@ class GraphModelRunner(LeadingRunner):
         if known is not inputs.token_ids:
             inputs.token_ids.copy_(known)
         logits = graph.replay()[: len(batch.sampled)]
-        return Prediction(logits, None if self._likeliest is None else self._likeliest[: len(logits)])
+        return Prediction(logits, None if self._argmax is None else self._argmax[: len(logits)])
 
     def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """Return the token ids. The tokens of the step before replace the placeholders."""
+        """Return the token ids with placeholders replaced by the tokens of the previous step, on the device."""
         if self._drawn is None or all(item.token_ids[-1] >= 0 for item in items):
             return token_ids
         if self._group is not None:
@@ -308,14 +308,14 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def _capture_all(self, capture: Capture) -> None:
-        """Capture decode steps first: if memory runs out, steps with prompts are left out."""
+        """Capture all sizes and compare replays with eager steps. Steps with prompts are the first to be left out."""
         has_room = self._capture_decode(capture)
         if not self._graphs:
             self._mixed_sizes = ()
             return
         self._decode_sizes = tuple(size for size in self._decode_sizes if size in self._graphs)
         self._mixed_sizes = self._capture_mixed(capture) if has_room else ()
-        if self._group is None:  # ranks are not compared, because all ranks would have to agree on the result
+        if self._group is None:  # not on ranks, which would have to agree on the result
             try:
                 reason = self._difference_of_replays()
             except Exception as error:
@@ -333,14 +333,14 @@ class GraphModelRunner(LeadingRunner):
         )  # fmt: skip
 
     def _difference_of_replays(self) -> str | None:
-        """Describe how the largest captured steps differ from eager steps, or return None if only by rounding."""
+        """Describe how replays of the largest sizes differ from eager steps, or return None if only by rounding."""
         before, decode = self.num_padding_tokens, self._decode_sizes[-1]
-        tries = [(decode, decode.num_rows), (decode, -(-decode.num_rows // 2))]  # one without padding, one padded
+        tries = [(decode, decode.num_rows), (decode, -(-decode.num_rows // 2))]  # without padding, and half padded
         tries += [(size, size.num_rows) for size in self._mixed_sizes[-1:]]
         for size, num_rows in tries:
             batch = self._batch_to_try(size, num_rows)
             eager, replayed = self._eagerly(batch).logits, self._replayed(self._graphs[size], batch).logits
-            is_padded = size.num_tokens > batch.num_tokens  # a padded step may use kernels that round differently
+            is_padded = size.num_tokens > batch.num_tokens  # libraries may round a padded step differently
             difference = difference_above(MAX_DIFFERENCES[eager.dtype][is_padded], replayed, eager)
             if difference is not None:
                 kind = "prompts" if size.is_mixed else "single tokens"
@@ -349,7 +349,7 @@ class GraphModelRunner(LeadingRunner):
         return None
 
     def _batch_to_try(self, size: StepSize, num_rows: int) -> StepBatch:
-        """Return a batch of sequences with one token each in their last block. A mixed step starts with a prompt."""
+        """Return a batch in which each sequence has one token in its last block. A mixed batch starts with a prompt."""
         assert isinstance(self._attention, TritonAttention), "only steps with this attention are captured"
         num_groups, block_size = self._attention.groups.num_groups, self._attention.block_size
         num_blocks = max(1, (self._attention.cache.num_blocks - 1) // num_groups)
@@ -359,16 +359,16 @@ class GraphModelRunner(LeadingRunner):
         start, vocab_size = of_one * block_size - 1, self._model.model_info.vocab_size
         pieces = []
         for row in range(num_rows):
-            place = row % num_places  # sequences that share blocks must write the same token
+            place = row % num_places  # sequences that share blocks must write the same token to them
             pieces.append(blocks.piece(f"{row}", [place % vocab_size], start, first_block=of_one * place))
         if size.is_mixed:
             tokens = range(min(of_one * block_size, size.num_tokens - num_rows + 1, vocab_size))
             pieces[:num_places] = [blocks.piece("prompt", tokens, 0), *pieces[1:num_places]]
-            pieces[num_places:] = []  # these sequences would share the blocks of the prompt
+            pieces[num_places:] = []  # later sequences would share the prompt's blocks
         return StepBatch(tuple(pieces), ())
 
     def _capture_decode(self, capture: Capture) -> bool:
-        """Capture the decode steps, and return whether all fit. No graph is left if the model cannot be captured."""
+        """Capture the decode steps and return whether all sizes fit. On failure, `_leave_graphs` drops all graphs."""
         sizes = [size.num_rows for size in self._decode_sizes]
         coarse = coarse_sizes(sizes)
         finer = sorted(set(sizes).difference(coarse), reverse=True)
@@ -397,7 +397,7 @@ class GraphModelRunner(LeadingRunner):
         return sorted(self._graphs, key=lambda size: size.num_tokens)
 
     def _capture_mixed(self, capture: Capture) -> tuple[StepSize, ...]:
-        """Capture the steps with prompts. Returns the sizes that fit, ascending.
+        """Capture the steps with prompts and return the sizes that fit, ascending.
 
         The largest size is captured first, because smaller sizes reuse its memory.
         """
@@ -418,7 +418,7 @@ class GraphModelRunner(LeadingRunner):
         return tuple(captured)
 
     def _capture_adapted(self, capture: Capture) -> None:
-        """Capture all sizes again for steps with adapters, so that other steps do not pay for their launches."""
+        """Capture all sizes again with adapter kernels. The graphs without them keep other steps fast."""
         for size in reversed(self._graphs_ascending()):
             adapted = replace(size, has_adapters=True)
             try:
@@ -433,14 +433,14 @@ class GraphModelRunner(LeadingRunner):
                 return
 
     def _captured(self, size: StepSize, capture: Capture) -> _Graph:
-        """Capture one size on all ranks. Raises RuntimeError on all ranks if one rank fails."""
+        """Capture one size, on all ranks together. If one rank fails, all ranks raise RuntimeError."""
         group = self._group
         if group is None:
             inputs = self._inputs_of(size)
             return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
 
         def tried() -> CapturedInputs:
-            """Compute the step without exchanges first: if memory runs out here, no other rank waits for this rank."""
+            """Run the step without exchanges first, so that no rank waits for another one that runs out of memory."""
             inputs = self._inputs_of(size)
             with group.alone():
                 self._static_logits(inputs)
@@ -459,14 +459,11 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def compute_padding(self, size: StepSize) -> torch.Tensor:
-        """Compute the work of a graph of this size once, without sequences, to measure its memory.
-
-        Returns the logits, [num_rows, vocab_size].
-        """
+        """Run a graph's work once, on padding alone, to measure its memory. Returns logits, [num_rows, vocab_size]."""
         return self._static_logits(self._inputs_of(size))
 
     def _static_logits(self, inputs: CapturedInputs) -> torch.Tensor:
-        """Compute the work that is captured, from inputs on the device to logits on the device."""
+        """Run the work to capture, from inputs on the device to `_logits` and `_argmax` on the device."""
         with self._arithmetic():
             logits = self._forward.compute(
                 inputs.token_ids[None],
@@ -476,18 +473,18 @@ class GraphModelRunner(LeadingRunner):
                 adapted=inputs.adapted,
             ).logits
         num_rows = logits.shape[0]
-        if self._logits is None or self._likeliest is None:
+        if self._logits is None or self._argmax is None:
             self._logits = torch.empty_like(logits)
-            self._likeliest = torch.empty(num_rows, dtype=torch.long, device=logits.device)
-        # The argmax is captured as well, so greedy sequences need no launch after the replay.
-        torch.argmax(logits, dim=-1, out=self._likeliest[:num_rows])
-        # All sizes share one result tensor: separate ones would hold a vocabulary of numbers for each row of each size.
+            self._argmax = torch.empty(num_rows, dtype=torch.long, device=logits.device)
+        # Capture the argmax as well, so that greedy sequences need no launch after the replay.
+        torch.argmax(logits, dim=-1, out=self._argmax[:num_rows])
+        # All sizes share one result tensor: separate tensors would need vocab_size numbers for each row of each size.
         return self._logits[:num_rows].copy_(logits)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The captured work of one size, and its inputs."""
+    """A captured graph of one size, and the tensors that it reads."""
 
     inputs: CapturedInputs
     replay: Callable[[], torch.Tensor]  # returns the logits, [num_rows of the size, vocab_size]
@@ -502,17 +499,17 @@ def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, 
 
 
 class HostCopy:
-    """Moves weights to the memory of the host and back. The content of scratch memory is dropped.
+    """Moves weights to host memory and back. The content of scratch memory is dropped.
 
-    Storages are emptied in place (as FSDP does with its parameters), so the owners of the tensors need not know. The
-    storages have other addresses afterwards, so graphs that were captured before cannot be replayed.
+    Storages are emptied and refilled in place, as FSDP does with parameters, so the tensors' owners notice nothing. The
+    addresses change, however: graphs captured before cannot be replayed.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> None:
-        """Empty the storages. No running work may read them. Memory of others, such as a mapped file, is not freed."""
+        """Copy the weights to the host and empty the storages, except mapped files. No running work may read them."""
         storages = _storages(weights)
         sizes = [storage.nbytes() for storage in storages]
-        # One allocation is pinned in place: torch would round pinned memory up to powers of two, and never free it.
+        # Pin one allocation in place: torch's allocator rounds pinned memory up to powers of two and never frees it.
         self._host = torch.empty(sum(sizes), dtype=torch.uint8)
         self._is_pinned = any(storage.device.type == "cuda" for storage in storages)
         if self._is_pinned:
@@ -524,8 +521,8 @@ class HostCopy:
         for storage, _ in (*self._weights, *self._scratch):
             storage.resize_(0)
 
-    def come_back(self) -> None:
-        """Restore the weights, and fill the scratch memory with zeros. Raises OutOfMemoryError."""
+    def resume(self) -> None:
+        """Restore the weights, and fill the scratch memory with zeros. Raises torch's OutOfMemoryError."""
         for storage, host in self._weights:
             storage.resize_(len(host))
             _bytes(storage).copy_(host, non_blocking=True)
@@ -534,15 +531,15 @@ class HostCopy:
             _bytes(storage).zero_()
         if self._is_pinned:
             torch.cuda.synchronize()
-            unpin_memory(self._host.data_ptr())  # the memory is freed with this object
+            unpin_memory(self._host.data_ptr())  # the host memory itself is freed with this object
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of the tensors. A storage that tied weights or views share is returned once."""
+    """Return the resizable storages of the tensors, each once even if tied weights or views share it."""
     found = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return [storage for storage in found.values() if storage.nbytes() and storage.resizable()]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all bytes of a storage as a tensor: [num_bytes] uint8."""
+    """Return a view of all bytes of a storage: [num_bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,15 +1,15 @@
-"""Triton kernels that compute the same bits for a row with any number of rows (see `batch_invariant.py`).
+"""Triton kernels that compute the same bits for a row, however many other rows there are (see `batch_invariant.py`).
 
-Tiles have one size for all shapes, and each sum is one loop in one order. cuBLAS and torch's reductions choose both by
-the number of rows. Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is
-set in Triton's interpreter, which cannot multiply matrices of bfloat16.
+Tiles have the same size for all shapes, and each sum is a single loop in a fixed order, whereas cuBLAS and torch's
+reductions choose both by the number of rows. Triton evaluates annotations, so this module cannot use `from __future__
+import annotations`. `widen` is set for Triton's interpreter, which cannot multiply matrices of bfloat16.
 """
 
 import triton
 import triton.language as tl
 
 
-# Triton would specialise the code for one row and for a multiple of 16 rows, which could change the bits.
+# Without this option, Triton would specialise the code for 1 row and for multiples of 16 rows, and bits could change.
 @triton.jit(do_not_specialize=["num_rows", "left_batch_stride"])
 def matmul_kernel(
     left,  # [num_batches, num_rows, depth]
@@ -34,7 +34,7 @@ def matmul_kernel(
     has_scales: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Multiply matrices. Grid: (row tiles, column tiles, num_batches): neighbouring programs read the same weights."""
+    """Multiply matrices. Grid: (row tiles, column tiles, num_batches): neighbouring programs share their weights."""
     batch = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
@@ -54,7 +54,7 @@ def matmul_kernel(
             mask=(at[:, None] < depth) & (columns[None, :] < num_columns),
             other=0.0,
         )
-        if has_scales:  # this conversion is exact; products in FP8 would be summed in fewer bits on Hopper
+        if has_scales:  # convert from FP8, which is exact: Hopper would sum FP8 products in fewer bits
             a, b = a.to(tl.float32).to(output.dtype.element_ty), b.to(tl.float32).to(output.dtype.element_ty)
         if widen:
             total += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")

@@ -1,22 +1,22 @@
 """Triton kernels of paged attention. `attention.py` imports them on first use, because the import needs Triton.
 
-The keys and values of a layer are contiguous, [num_blocks, block_size, num_kv_heads, dim]. In FP8 each of them has a
-float32 scale, [num_blocks, num_kv_heads, 2, block_size]. FP8 is converted to the type of the queries, which is exact.
-Scores are then multiplied by the scale of the key, and weights by the scale of the value. A program computes a
+The keys and values of a layer are contiguous, [num_blocks, block_size, num_kv_heads, dim]. FP8 keys and values each
+have a float32 scale, [num_blocks, num_kv_heads, 2, block_size]. They are converted to the queries' type, which is
+exact. Scores are then multiplied by the keys' scales, and weights by the values' scales. A program computes a
 *segment*: consecutive new tokens of one sequence. A segment is a column of an integer matrix with four rows,
 
     [first token in the packed row, number of tokens, position of the first token, row of the block table]
 
-A spare segment stands before position 0 and sees no key. The prefill kernel writes zeros for its tokens, and the decode
-kernel skips it.
+A spare segment gets a position before 0, so it sees no key. The prefill kernel writes zeros for its tokens, and the
+decode kernel skips it.
 
-All kernels read segments from the device and take their grids from padded sizes, so a launch can be captured in a CUDA
-graph and replayed for other sequences. Sums run over tiles of keys in the order of positions, and tiles start at fixed
-positions, so the result of a row depends on no other row of its step. The running softmax comes from FlashAttention
-(Dao et al., 2022), and the split over keys from Flash-Decoding (Dao, Haziza, Massa & Sizov, 2023).
+All kernels read segments from the device, and their grids follow from padded sizes, so a launch can be captured in a
+CUDA graph and replayed for other sequences. Tiles of keys start at fixed positions and are summed in the order of
+positions, so the result of a row does not depend on the other rows of the step. The running softmax comes from
+FlashAttention (Dao et al., 2022), and the split over keys from Flash-Decoding (Dao, Haziza, Massa & Sizov, 2023).
 
-Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is set in Triton's
-interpreter, which cannot multiply matrices of bfloat16.
+Triton evaluates annotations, so this module cannot use `from __future__ import annotations`. `widen` is set for
+Triton's interpreter, which cannot multiply matrices of bfloat16.
 """
 
 import triton
@@ -70,7 +70,7 @@ def write_kernel(
 
 @triton.jit
 def _heads_in_fp8(x, scales, is_head):
-    """Store the scales of heads, and return the heads divided by their scales for FP8: [num_heads, dim] float32."""
+    """Store the scales of heads, and return the heads divided by their scales, ready for FP8: [num_heads, dim]."""
     x = x.to(tl.float32)
     scale = scale_of(tl.max(tl.abs(x), 1))[:, None]
     tl.store(scales, scale, mask=is_head)
@@ -79,7 +79,7 @@ def _heads_in_fp8(x, scales, is_head):
 
 @triton.jit
 def _first_tile(position, window, has_window: tl.constexpr, tile: tl.constexpr):
-    """Return the start of the tile with the first key that a token at `position` sees."""
+    """Return the start of the tile that contains the first key visible to a token at `position`."""
     first = position * 0
     if has_window:
         first = tl.maximum(position + 1 - window, 0) // tile * tile
@@ -88,7 +88,7 @@ def _first_tile(position, window, has_window: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def _split_size(span, min_split: tl.constexpr, max_splits: tl.constexpr, tile: tl.constexpr):
-    """Return the keys in a split: whole tiles, for at most `max_splits` splits. Depends on the span of keys alone."""
+    """Return the keys per split: whole tiles, for at most `max_splits` splits. Depends on the span of keys alone."""
     return tl.maximum(tl.cdiv(span, max_splits * tile) * tile, min_split)
 
 
@@ -96,15 +96,15 @@ def _split_size(span, min_split: tl.constexpr, max_splits: tl.constexpr, tile: t
 def _attend(
     query,  # [num_rows, key_padded]
     positions,  # [num_rows], the position of each row's token
-    highest,  # [num_rows], the highest score so far, for powers of two
+    highest,  # [num_rows], the highest score so far, as an exponent of 2
     total,  # [num_rows], the sum of the weights so far
     weighted,  # [num_rows, value_padded], the weighted sum of the values so far
     keys,  # pointer to the keys of this KV head at slot 0
     values,
     scales,  # pointer to the scales of this KV head at block 0; read if keys and values are in FP8
     table,  # the block table of this sequence
-    first,  # keys at positions first, …, last - 1 are read; first is a multiple of tile
-    last,  # also a multiple of tile without `masked`
+    first,  # keys at positions first, …, last - 1 are read; must be a multiple of tile
+    last,  # must be a multiple of tile unless `masked`
     scale,
     cap,
     window,
@@ -121,7 +121,7 @@ def _attend(
     in_fp8: tl.constexpr,
     masked: tl.constexpr,
 ):
-    """Add a range of keys to the running softmax and its weighted values. Without `masked` every row sees all keys."""
+    """Add a range of keys to the running softmax. Without `masked`, every row must see all of these keys."""
     key_at = tl.arange(0, key_padded)
     value_at = tl.arange(0, value_padded)
     in_tile = tl.arange(0, tile)
@@ -132,11 +132,11 @@ def _attend(
         is_own = at < last
         slots = blocks.to(tl.int64) * block_size + at % block_size
         scale_places = key_scales(scales, blocks, at % block_size, 0, num_kv_heads, block_size)
-        # The blocks of the next tile are loaded a tile ahead: the loads of its keys need not wait for their addresses.
+        # Load the next tile's blocks a tile ahead, so that the loads of its keys do not wait for their addresses.
         blocks = _blocks(table, start + tile, last, block_size, tile)
         key_places = keys + slots[None, :] * (num_kv_heads * key_dim) + key_at[:, None]
         value_places = values + slots[:, None] * (num_kv_heads * value_dim) + value_at[None, :]
-        # Slots from `last` on belong to no sequence. Zeros are loaded, because a weight of zero does not remove a NaN.
+        # Slots from `last` on may contain anything. Load zeros, because NaN stays NaN even with a weight of zero.
         if masked:
             key = tl.load(key_places, mask=is_own[None, :] & (key_at[:, None] < key_dim), other=0.0)
             value = tl.load(value_places, mask=is_own[:, None] & (value_at[None, :] < value_dim), other=0.0)
@@ -166,7 +166,7 @@ def _attend(
         higher = tl.maximum(highest, tl.max(scores, 1))
         subtract = higher
         if masked:
-            # A row that sees no key of its first tiles has -inf as its highest score, and -inf - -inf is not a number.
+            # A row that has seen no key yet has -inf as its highest score, and -inf - -inf would be NaN.
             subtract = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - subtract[:, None])
         shrink = tl.exp2(highest - subtract)
@@ -184,7 +184,7 @@ def _attend(
 
 @triton.jit
 def _blocks(table, start, last, block_size: tl.constexpr, tile: tl.constexpr):
-    """Return the blocks of a tile of keys, or one block if a tile lies in one. Keys from `last` on get any block."""
+    """Return the block of each key in a tile, or one block if it holds the tile. Keys from `last` on get any block."""
     at = start if block_size % tile == 0 else start + tl.arange(0, tile)
     return tl.load(table + tl.maximum(tl.minimum(at, last - 1), 0) // block_size)
 
@@ -225,11 +225,11 @@ def decode_kernel(
     widen: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """Attend from single tokens, with splits of the keys in parallel. A tile's rows are the query heads of a KV head.
+    """Attend from single tokens to splits of their keys in parallel. A tile's rows are the query heads of a KV head.
 
-    The output of a token with a single split is final; `reduce_kernel` joins several splits. Grid: (num_segments,
-    num_kv_heads, num_lanes). A lane takes every num_lanes-th split, so the number of programs does not change the
-    splits.
+    Writes the final output of tokens with a single split; `reduce_kernel` joins several splits. Grid: (num_segments,
+    num_kv_heads, num_lanes). Each lane computes every num_lanes-th split, so the number of programs does not affect
+    the splits.
     """
     segment, kv_head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_segments = tl.num_programs(0)
@@ -277,7 +277,7 @@ def decode_kernel(
 
 @triton.jit
 def _with_sink(sinks, is_row, highest, total, weighted):
-    """Rescale the sum of weights and the weighted sum, and add the weight of each row's sink to the sum of weights."""
+    """Rescale `total` and `weighted` to include each row's sink, add its weight to `total`, and return both."""
     sink = tl.load(sinks, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
     above = tl.maximum(highest, sink)
     shrink = tl.exp2(highest - above)
@@ -301,7 +301,7 @@ def reduce_kernel(
     has_window: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """Join the splits of one head and token, if there are several. Grid: (num_segments, num_heads)."""
+    """Join the splits of one head and token; does nothing for a single split. Grid: (num_segments, num_heads)."""
     segment, head = tl.program_id(0), tl.program_id(1)
     num_segments, num_heads = tl.num_programs(0), tl.num_programs(1)
     position = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
@@ -367,12 +367,12 @@ def prefill_kernel(
 ):
     """Attend from several new tokens of a sequence to the keys in its blocks. Grid: (num_segments, num_kv_heads).
 
-    The rows of a tile are tokens times the query heads of one KV head, so each key is loaded once for all rows. All
-    rows see most tiles of keys, and these tiles need no mask. With `masks_all` every tile has a mask, because the
-    compiler may round differently without a mask.
+    The rows of a tile are tokens times the query heads of one KV head, so each key is loaded once for all rows. Most
+    tiles of keys are visible to all rows and need no mask. With `masks_all`, every tile is masked, because the compiler
+    may round differently without a mask.
     """
     num_segments = tl.num_programs(0)
-    # The last pieces of a prompt see the most keys, so these start first, and no program runs alone at the end.
+    # Start with the last pieces of a prompt: they see the most keys, and should not run alone at the end.
     segment, kv_head = num_segments - 1 - tl.program_id(0), tl.program_id(1)
     token = tl.load(segments + segment).to(tl.int64)
     num_tokens = tl.load(segments + num_segments + segment).to(tl.int32)
@@ -392,14 +392,14 @@ def prefill_kernel(
         mask=is_row[:, None] & (key_at[None, :] < key_dim),
         other=0.0,
     )
-    # Rows after the last token see the same keys as the last token, and their results are discarded.
+    # Rows after the last token repeat its position, and their results are discarded.
     positions = start + tl.minimum(in_segment, num_tokens - 1)
     highest = tl.full([num_rows], float("-inf"), tl.float32)
     total = tl.zeros([num_rows], tl.float32)
     weighted = tl.zeros([num_rows, value_padded], tl.float32)
     first, last = _first_tile(start, window, has_window, tile), start + num_tokens
     if not masks_all:
-        # All rows see the keys from the start of the last row's window up to the position of the first row.
+        # Every row sees the keys between the start of the last row's window and the position of the first row.
         seen_first = first
         if has_window:
             seen_first = tl.minimum(tl.cdiv(tl.maximum(last - window, 0), tile) * tile, last)
@@ -427,7 +427,7 @@ def prefill_kernel(
     )  # fmt: skip
     if has_sinks:
         total, weighted = _with_sink(sinks + heads, is_row, highest, total, weighted)
-    result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # a spare segment gets zeros
+    result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # spare segments get zeros
     out = (token + in_segment)[:, None] * (num_kv_heads * group) + heads[:, None]
     tl.store(
         output + out * value_dim + value_at[None, :],

@@ -1,4 +1,4 @@
-"""A step that a GPU computes while the host does other work, and the loss of the GPU."""
+"""A step that a GPU computes while the host does other work, and the detection of a lost GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.model.runner import DrawnTokens, NoRanks
 
 
 class LaunchedStep:
-    """A step that is launched and may still run."""
+    """A launched step, which may still run. `result` waits for it."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class LaunchedStep:
         *,
         ranks: Ranks | NoRanks,
     ) -> None:
-        """draw: queues the draws of a batch after its forward pass. ranks: the other ranks that compute the step."""
+        """draw: queues the drawing of tokens after the forward pass. ranks: the other ranks that run the step."""
         self._ranks = ranks
         self._draw = draw
         self._finding_loss = finding_loss
@@ -39,7 +39,7 @@ class LaunchedStep:
             self._drawn = self._draw(batch)
 
     def result(self) -> StepResult:
-        """Wait for this step and return its result. Does not wait for steps that are launched later."""
+        """Wait for this step, but not for later ones, and return its result. Raises DeviceLost."""
         assert self._drawn is not None, "its tokens were never drawn"
         if self._drawn.copied is not None:
             with self._finding_loss, self._ranks.watched():
@@ -51,7 +51,7 @@ class LaunchedStep:
 
 
 class DrawnOnHost:
-    """The results of a step, which are copied to the host."""
+    """The results of a step, whose copies to the host may still run. `copied` is the event that ends them."""
 
     def __init__(self, drawn: DrawnTokens) -> None:
         logprobs = None if drawn.logprobs is None else Logprobs(*map(_copy_to_host, drawn.logprobs))
@@ -66,10 +66,10 @@ class DrawnOnHost:
 
 
 class DeviceLossGuard:
-    """Raises DeviceLost in place of an error after which the device does not work any more.
+    """A context that turns an error into DeviceLost if the process can no longer use its device.
 
-    After an illegal address, a failed assertion in a kernel or a broken memory cell, every later call of the process on
-    its device fails. After a lack of memory or a refused launch, the device still works.
+    After an illegal address, a failed assertion in a kernel or a memory fault, all later calls of the process on its
+    device fail. After a lack of memory or a refused launch, the device still works.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -80,11 +80,11 @@ class DeviceLossGuard:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, DeviceLost):  # a DeviceLost is noted already
+        if isinstance(error, Exception) and not isinstance(error, DeviceLost):  # a DeviceLost has already been noted
             self.check(error)
 
     def check(self, error: Exception) -> None:
-        """Raise DeviceLost if the device does not work any more after this error."""
+        """Raise DeviceLost, and note the reason, if the device no longer works after this error."""
         try:
             self._synchronize()
         except RuntimeError as loss:
@@ -93,7 +93,7 @@ class DeviceLossGuard:
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor on the host, which is complete when the work that is queued so far is done."""
+    """Return a copy of a tensor on the host. On CUDA, the copy is complete once the work queued so far is done."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

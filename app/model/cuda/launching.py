@@ -1,6 +1,6 @@
-"""Imports modules of Triton kernels, and runs copies beside the steps.
+"""Imports Triton kernels on first use, and runs copies beside the steps.
 
-Kernels are imported on first use, because a machine without Triton also imports the modules that launch the kernels.
+Machines without Triton also import the modules that launch kernels, so these modules must not import kernels directly.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 @cache
 def kernels_of(module: str, device: torch.device) -> Any:
-    """Return the kernels in a module of this package for a device, or `NoKernels` for the meta device."""
+    """Import and return a module of kernels from this package. Returns `NoKernels` for the meta device."""
     return NoKernels() if device.type == "meta" else import_module(f"app.model.cuda.{module}")
 
 
 class NoKernels:
-    """Kernels that do nothing, for a model on the meta device, where tensors have only sizes. Triton is not needed."""
+    """Replaces kernels by no-ops on the meta device, where tensors have no data. Needs no Triton."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -32,7 +32,10 @@ class NoKernels:
 
 @contextmanager
 def copy_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run copies after the steps launched so far, beside later steps that do not read the memory. Waits at the end."""
+    """Run copies on a stream, after the steps launched so far. Blocks at the end until the copies are done.
+
+    Later steps may run at the same time, so they must not use the copied memory. None: use the current stream.
+    """
     if stream is None:
         yield
         return

@@ -1,7 +1,7 @@
 """Paged attention with torch's precompiled FlashAttention, which needs no Triton, no compiler and no other package.
 
-The method is FlashAttention-2 (Dao, 2023). The keys and values of all sequences of a step are gathered side by side,
-and one call attends to them. This file has not yet run on a GPU.
+The method is FlashAttention-2 (Dao, 2023). A step gathers the keys and values of its sequences side by side and attends
+to them in one call, or in several if they need too much memory. This file has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from app.model.inputs import ModelInputs, moved
 from app.model.kv_cache import LayerShape
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_MOST_NUMBERS = 256  # the largest size of a head
-_UNIT = 8  # the size of a head is a multiple of this
+_MOST_NUMBERS = 256  # the largest supported head size
+_UNIT = 8  # head sizes must be multiples of this
 
 
 def varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
-    """Call torch's function of this name. The import takes seconds, because it imports torch's compiler."""
+    """Call torch's function of this name. Its import takes seconds, because it also imports torch's compiler."""
     from torch.nn.attention import varlen
 
     function: Callable[..., Any] = varlen.varlen_attn
@@ -37,18 +37,18 @@ def varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
 
 @cache
 def _shared_heads(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the argument that the function needs since torch 2.12 if heads share keys."""
+    """Return the argument that torch 2.12 and later need if several query heads share a KV head."""
     return {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
 
 
 class LibraryAttention(TorchAttention):
-    """Attention over the same blocks as plain torch, computed by torch's FlashAttention."""
+    """Attends with torch's FlashAttention. Blocks have the same layout as in `TorchAttention`."""
 
     @staticmethod
     def why_not(
         layers: Mapping[int, LayerShape], rules: Mapping[int, AttentionRules], dtype: torch.dtype
     ) -> str | None:
-        """Return why torch's FlashAttention cannot compute a model, or None if it computes all layers."""
+        """Return why torch's FlashAttention does not support a model, or None if it supports all layers."""
         if dtype not in _DTYPES:
             return f"torch's FlashAttention computes in 16 bits, and the model is in {dtype}"
         for layer, shape in layers.items():
@@ -70,7 +70,7 @@ class LibraryAttention(TorchAttention):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some sequences of a step, side by side. Lengths are in tokens."""
+    """Some sequences of a step, side by side, for one call of FlashAttention. Lengths are in tokens."""
 
     queries: slice  # the part's tokens in the step
     query_ends: torch.Tensor  # [num_sequences + 1] int32, starting with 0
@@ -81,7 +81,7 @@ class _Part:
 
 
 class _LibraryStep:
-    """One step, which writes the KV of the new tokens and then attends to a copy of all keys and values."""
+    """One step. In each layer, writes the new tokens' KV and then attends to gathered copies of keys and values."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _LibraryStep:
         """slots: the slots of the new tokens, by group of layers."""
         self._cache, self._groups = attention.cache, attention.groups
         self._items, self._slots, self._device = items, slots, device
-        self._parts: dict[tuple[int, int | None, int], list[_Part]] = {}  # by group, window and bytes of a token
+        self._parts: dict[tuple[int, int | None, int], list[_Part]] = {}  # by group, window and bytes per token
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
@@ -105,7 +105,7 @@ class _LibraryStep:
         if kind not in self._parts:
             self._parts[kind] = list(self._parts_of(*kind))
         output = torch.empty_like(query)
-        before = -1 if window is None else window - 1  # earlier tokens that a token sees; -1 for all
+        before = -1 if window is None else window - 1  # the number of earlier tokens that a token sees; -1 for all
         for part in self._parts[kind]:
             keys, values = self._cache.read_tokens(own.place, part.slots, part=own.part, like=(key, value))
             output[part.queries] = varlen_attn(
@@ -115,11 +115,11 @@ class _LibraryStep:
         return output
 
     def _parts_of(self, group: int, window: int | None, num_bytes: int) -> Iterator[_Part]:
-        """Divide the sequences into parts of at most `BYTES_AT_ONCE` of keys and values, or of one sequence each."""
+        """Divide the sequences into parts with at most `BYTES_AT_ONCE` of keys and values, or of one sequence each."""
         first_query = num_queries = num_keys = 0
-        part: list[tuple[ScheduledSequence, int]] = []  # sequences with the positions of their first keys
+        part: list[tuple[ScheduledSequence, int]] = []  # sequences, each with the position of its first key
         for item in self._items:
-            # Blocks before the window of the first token may belong to another sequence by now.
+            # Blocks behind the window of the first new token may already belong to other sequences.
             first = 0 if window is None else max(0, item.start - window + 1)
             more = item.start + len(item.token_ids) - first
             if part and (num_keys + more) * num_bytes > BYTES_AT_ONCE:

@@ -1,4 +1,4 @@
-"""Operators with a recurrent state on CUDA, with our Triton kernels (`recurrence_kernels.py`)."""
+"""Runs operators with a recurrent state on CUDA, with our Triton kernels (`recurrence_kernels.py`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from app.model.cuda.attention import padded
 from app.model.cuda.launching import kernels_of
 from app.model.recurrence import ACTIVATIONS, NORM_EPSILON, StatePieces, check_heads, check_slots
 
-# Numbers of a state that one program holds in its registers: 64 for each thread of one warp. With this size a decode
-# step has many programs, and the sums of a token need only one warp. No register is spilled. The speed is not measured.
+# State numbers that a program holds in registers: 64 for each thread of its single warp. At this size no register is
+# spilled, a decode step has many programs, and a token's sums stay within a warp. The speed has not been measured.
 _STATE_NUMBERS = 2048
 _TILE_TOKENS, _TILE_CHANNELS = 8, 128  # the tile of a convolution
 
 
 class TritonRecurrence:
-    """The operators of `Recurrence`, for rows and states of any sizes on one device.
+    """Implements `Recurrence` for rows and states of any sizes on one device.
 
-    Chains of pieces are computed in parallel. A decode step has one chain for each sequence.
+    Chains of pieces run in parallel. In a decode step, each sequence is a chain.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class TritonRecurrence:
         pieces: StatePieces,
     ) -> torch.Tensor:
         check_slots(states, torch.float32, inputs.shape[1], inputs_to_state.shape[1])
-        # The kernel computes the channels of Mamba 1 as the numbers of one head.
+        # The kernel treats the channels of Mamba 1 as the numbers of one head.
         inputs, into, out = (each[:, None] for each in (inputs, inputs_to_state, state_to_outputs))
         output = self._scan(inputs, time_steps, decay, into, out, skip, states, pieces, by_channel=True)
         return output[:, 0]
@@ -127,7 +127,7 @@ class TritonRecurrence:
         *,
         by_channel: bool,
     ) -> torch.Tensor:
-        """Compute Mamba 1 or Mamba 2. by_channel: whether it is Mamba 1, which has one head here."""
+        """Run Mamba 1 or Mamba 2. by_channel: True for Mamba 1, whose channels are passed as a single head."""
         inputs, time_steps, into, out = map(
             with_contiguous_rows, (inputs, time_steps, inputs_to_state, state_to_outputs)
         )
@@ -148,5 +148,5 @@ class TritonRecurrence:
 
 
 def _tile(num_parts: int, part_padded: int) -> int:
-    """Return the columns or rows of a state for one program. part_padded: the numbers in each, padded."""
+    """Return how many columns (or rows) of a state a program computes. part_padded: the padded size of each."""
     return min(padded(num_parts, 1), max(1, _STATE_NUMBERS // part_padded))

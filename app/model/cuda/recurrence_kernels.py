@@ -2,19 +2,19 @@
 
 `recurrence.py` beside this file launches the kernels and imports them on first use, because the import needs Triton.
 
-A program computes some channels, or some values of one head, for one *chain*. A chain is a list of pieces that must be
-computed one after the other, such as all pieces of a sequence. The program takes the pieces in their order and the
-tokens of a piece one after the other, like the recurrent kernels of fla (flash-linear-attention). The bits of a token
-therefore depend only on the earlier tokens of its own sequence.
+A program computes some channels, or some values of one head, for one *chain*: a list of pieces that must run one after
+the other, such as all pieces of a sequence. Within a piece, tokens run one after the other as well, as in the recurrent
+kernels of fla (flash-linear-attention). The bits of a token therefore depend only on the earlier tokens of its own
+sequence.
 
-A table on the device has a row of four numbers for each chain, followed by a row for each piece: [first token in the
-packed row, number of tokens, slot that is read, slot that is written]. The first two numbers in the row of a chain are
-the row of its first piece and the row after its last piece.
+A table on the device contains a row of four numbers for each chain, followed by a row for each piece: [first token in
+the packed row, number of tokens, slot to read, slot to write]. The first two numbers in a chain's row are the table
+rows of its first piece and of the end of its pieces.
 
-All kernels read the chains from the device and take their grids from sizes, so a launch can be captured in a CUDA graph
-and replayed for other sequences. A chain without pieces does nothing.
+All kernels read the chains from the device, and their grids follow from sizes, so a launch can be captured in a CUDA
+graph and replayed for other sequences. A chain without pieces does nothing.
 
-Triton reads the annotations, so this module has no `from __future__ import annotations`.
+Triton evaluates annotations, so this module cannot use `from __future__ import annotations`.
 """
 
 import triton
@@ -23,10 +23,10 @@ import triton.language as tl
 
 @triton.jit
 def _piece(chains, row):
-    """Return a piece: its first token, the token after its last one, the slot to read, and the slot to write."""
+    """Load a piece and return its first token, the end of its tokens, the slot to read, and the slot to write."""
     first = tl.load(chains + row * 4).to(tl.int64)
     end = first + tl.load(chains + row * 4 + 1)
-    # Other threads of this program may have read and written the same slots for the piece before.
+    # Wait for the program's other threads, which may still read or write the same slots for the previous piece.
     tl.debug_barrier()
     return first, end, tl.load(chains + row * 4 + 2).to(tl.int64), tl.load(chains + row * 4 + 3).to(tl.int64)
 
@@ -43,13 +43,13 @@ def convolution_kernel(
     slot_stride,
     num_channels: tl.constexpr,
     kernel_size: tl.constexpr,
-    kept_padded: tl.constexpr,  # kernel_size - 1 inputs are stored in a state
+    kept_padded: tl.constexpr,  # the kernel_size - 1 inputs in a state, padded
     tile_tokens: tl.constexpr,
     tile_channels: tl.constexpr,
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
 ):
-    """Compute the short convolution. Grid: (channel tiles, num_chains)."""
+    """Run the short convolution. Grid: (channel tiles, num_chains)."""
     kept: tl.constexpr = kernel_size - 1
     channels = tl.program_id(0) * tile_channels + tl.arange(0, tile_channels)
     inside = (channels < num_channels)[None, :]
@@ -119,7 +119,7 @@ def delta_rule_kernel(
     tile: tl.constexpr,
     normalises: tl.constexpr,
 ):
-    """Compute the gated delta rule. Grid: (value tiles, num_heads, num_chains)."""
+    """Run the gated delta rule. Grid: (value tiles, num_heads, num_chains)."""
     columns = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)
     key_at = tl.arange(0, key_padded)
@@ -177,7 +177,7 @@ def mamba_kernel(
     tile: tl.constexpr,
     by_channel: tl.constexpr,
 ):
-    """Compute Mamba 2, or Mamba 1 with `by_channel`. The channels of Mamba 1 are the numbers of one head.
+    """Run Mamba 2, or Mamba 1 with `by_channel`, which treats the channels as the numbers of one head.
 
     Grid: (tiles of a head, num_heads, num_chains).
     """

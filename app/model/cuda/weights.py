@@ -1,4 +1,4 @@
-"""Joins the weights of a Llama-like transformers model for the decoder for CUDA, on the device of the model."""
+"""Fuses the weights of a Llama-like transformers model for the decoder for CUDA, on the model's device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from app.model.attention import AttentionRules
 from app.model.cpu.checkpoint import MappedModel
-from app.model.cuda.fp8 import FP8, Fp8Rows, Rows, below_each_other, in_fp8
+from app.model.cuda.fp8 import FP8, Fp8Rows, Rows, concatenated, in_fp8
 from app.model.llama import (
     EMBEDDING,
     HEAD,
@@ -27,7 +27,7 @@ from app.model.llama import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_StoredRows = Callable[[str], Fp8Rows | None]  # returns the weight of a name, or None if its file has no FP8 for it
+_StoredRows = Callable[[str], Fp8Rows | None]  # looks up a weight by name; None if the file does not store it in FP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,35 +35,35 @@ class CudaLayer:
     """The weights of one layer. Matrices are [outputs, inputs], as in torch, and may be in FP8."""
 
     input_norm: torch.Tensor  # [hidden_size]
-    query_key_value: Rows  # the outputs are the heads of queries, then of keys, then of values
+    query_key_value: Rows  # outputs: the query heads, then the key heads, then the value heads
     query_key_value_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [head_dim]
     key_norm: torch.Tensor | None
     output: Rows
     output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
-    # [num_experts, hidden_size], or None without experts. A shared expert adds a row, which gives its output's share.
+    # [num_experts, hidden_size], or None without experts. A shared expert adds a row that computes its output's share.
     router: torch.Tensor | None
-    # [2 * intermediate_size, hidden_size]. With experts the first dimension is their number, and the weights are not in
-    # FP8. A shared expert is cut into pieces of the size of a routed expert.
+    # [2 * intermediate_size, hidden_size]; with experts [num_experts, 2 * inner size, hidden_size], never in FP8. The
+    # shared expert is stored as pieces of the size of a routed expert.
     gate_up: Rows
-    down: Rows  # [hidden_size, intermediate_size]; with experts as `gate_up`
+    down: Rows  # [hidden_size, intermediate_size]; with experts [num_experts, hidden_size, inner size]
     rules: AttentionRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaWeights:
-    """The weights of a whole model, on one device. All weights that are not in FP8 have one type."""
+    """The weights of a whole model, or of one rank's part, on one device. Weights outside FP8 share one type."""
 
     settings: DecoderSettings
     layers: tuple[CudaLayer, ...]
     embedding: torch.Tensor  # [vocab_size, hidden_size]
     final_norm: torch.Tensor
-    head: torch.Tensor  # [vocab_size, hidden_size]; the embedding itself if the two are tied
+    head: torch.Tensor  # [vocab_size, hidden_size]; may be the embedding itself if the two are tied
     rotary: torch.Tensor  # [num_positions, head_dim]: the cosines of half a head, then the sines
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors. A tied tensor is yielded more than once."""
+        """Yield all tensors. Tied tensors appear more than once."""
         parts: tuple[CudaWeights | CudaLayer, ...] = (self, *self.layers)
         for part in parts:
             for value in (getattr(part, each.name) for each in fields(part)):
@@ -79,13 +79,13 @@ def fuse_weights(
     quantised: bool = False,
     mapped: MappedModel | None = None,
 ) -> CudaWeights:
-    """Take the weights of a model, one layer after the other. The module has no weights afterwards.
+    """Fuse a model's weights layer by layer, and move the module to the meta device.
 
-    The device holds the weights of at most one layer twice.
+    Each layer's weights are freed once they are fused, so the device holds at most one layer twice.
 
-    quantised: whether the matrices of the layers become FP8. Embedding and head stay as they are.
-    mapped: the files of a module without weights. They are read a matrix at a time. With `quantised`, a matrix that is
-    stored in FP8 with one scale for each row, or with fewer scales, is taken as it is.
+    quantised: whether to convert the layers' matrices to FP8. Embedding and head are not converted.
+    mapped: the files of a module without weights, which are read one matrix at a time. With `quantised`, a matrix that
+    is stored in FP8 with at most one scale per row is used as stored.
     """
     weights: Weights = partial(_held, module) if mapped is None else mapped
     embedding = given(weights, EMBEDDING)
@@ -116,11 +116,11 @@ def fuse_weights(
 
 
 def _held(module: PreTrainedModel, name: str) -> torch.Tensor | None:
-    """Return the weight of a name from a module with weights, or None if the module has no such weight."""
+    """Look up a weight in a module that holds its weights. Returns None if the module has no such weight."""
     place, _, own = name.rpartition(".")
     try:
         part = module.get_submodule(place)
-        # A linear layer that is divided among ranks wraps the rank's own linear layer.
+        # A linear layer that is divided among ranks wraps this rank's linear layer.
         weight: torch.Tensor | None = getattr(getattr(part, "linear", part), own)
     except AttributeError:
         return None
@@ -128,21 +128,19 @@ def _held(module: PreTrainedModel, name: str) -> torch.Tensor | None:
 
 
 def _matrix(weights: Weights, *linears: str) -> torch.Tensor:
-    """Concatenate the weights of linear layers by their outputs."""
+    """Concatenate the weights of linear layers along their outputs."""
     found = [given(weights, f"{name}.weight") for name in linears]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _matrix_in_fp8(weights: Weights, stored: _StoredRows, *linears: str) -> Fp8Rows:
-    """Concatenate the weights of linear layers like `_matrix`, in FP8."""
+    """Concatenate the weights of linear layers like `_matrix`, converted to FP8 unless `stored` returns them in FP8."""
     found = ((name, stored(f"{name}.weight")) for name in linears)
-    return below_each_other(
-        [in_fp8(given(weights, f"{name}.weight")) if rows is None else rows for name, rows in found]
-    )
+    return concatenated([in_fp8(given(weights, f"{name}.weight")) if rows is None else rows for name, rows in found])
 
 
 def _stored_rows(mapped: MappedModel | None, layer: int) -> _StoredRows:
-    """Return a function that finds a weight of a layer if its file has it in FP8."""
+    """Return a function that looks up a layer's weight by name if the files store it in FP8."""
 
     def stored(name: str) -> Fp8Rows | None:
         found = None if mapped is None else mapped.in_rows(f"model.layers.{layer}.{name}", FP8)
@@ -152,7 +150,7 @@ def _stored_rows(mapped: MappedModel | None, layer: int) -> _StoredRows:
 
 
 def _fuse_layer(weights: Weights, rules: AttentionRules, matrix: Callable[..., Rows]) -> CudaLayer:
-    """Join the weights of one layer. matrix: concatenates linear layers by name, in the type that the decoder needs."""
+    """Fuse the weights of one layer. matrix: concatenates linear layers by name, in the type that the decoder needs."""
     router = weights("mlp.gate.weight")
     gate_up: Rows
     down: Rows
@@ -187,7 +185,7 @@ def _fuse_experts(weights: Weights, router: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _pieces_of_shared_expert(weights: Weights, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gate_up and down of a shared expert, cut into experts of this inner size. Zeros fill up the last one."""
+    """Cut a shared expert into experts of this inner size, padded with zeros. Returns gate_up and down."""
     gate, up, down = (given(weights, f"mlp.shared_expert.{name}_proj.weight") for name in ("gate", "up", "down"))
     missing = -len(gate) % size
     gate, up = (functional.pad(each, (0, 0, 0, missing)).view(-1, size, each.shape[1]) for each in (gate, up))

@@ -1,4 +1,4 @@
-"""The implementation for Llama-like models on a GPU: our decoder in Triton and cuBLAS, with steps as CUDA graphs."""
+"""Runs Llama-like models on a GPU with our own decoder: Triton kernels and cuBLAS, replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from app.model.verification import Output, Reference, TrialBlocks, step_of
 
 @dataclass(frozen=True, kw_only=True)
 class CudaModel(LoadedModel):
-    """A Llama-like model with fused weights, or one rank's part of these weights."""
+    """A Llama-like model, or one rank's part of the model, with its weights fused for `CudaDecoder`."""
 
     weights: CudaWeights
     name = "the decoder for CUDA"
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """Return why this machine or these settings rule out this decoder for every model; None if they do not."""
+        """Return why the machine or the settings rule out this decoder, or None. The model itself is not inspected."""
         if source.config.quantization == "fp8":
             return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
         backend = source.config.backend
@@ -47,7 +47,7 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """Return why the decoder does not compute this model, as known before verification; None if it does."""
+        """Return why this decoder does not support the model, judged by its structure; None if it does."""
         reason = why_not_llama_like(own.module, "cuda") or why_attention_is_not_llama_like(
             own.module, own.rules, "cuda"
         )
@@ -57,7 +57,7 @@ class CudaModel(LoadedModel):
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> CudaModel:
-        """Build the decoder from the weights of transformers' module, which has no weights afterwards."""
+        """Fuse the weights of transformers' module and move the module to the meta device. expected: the reference."""
         settings = settings_of(own.module, own.rules)
         max_adapters, group = source.config.max_loaded_adapters, own.group
         weights = fuse_weights(
@@ -67,19 +67,19 @@ class CudaModel(LoadedModel):
             quantised=source.config.quantization == "fp8",
             mapped=own.mapped,
         )
-        # Slots exist only if `max_loaded_adapters` is set: they take memory even while no adapter is loaded.
+        # Slots use memory even while no adapter is loaded, so they are allocated only if `max_loaded_adapters` is set.
         num_ranks = 1 if group is None else group.size
         adapters = None if max_adapters is None else AdapterSlots(weights, max_adapters, num_ranks=num_ranks)
-        return cls.in_place_of(own, weights=weights, reference=expected, group=group, adapters=adapters)
+        return cls.converted_from(own, weights=weights, reference=expected, group=group, adapters=adapters)
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> CudaModel:
-        """Build the model on the meta device, with sizes and no weights."""
+        """Build the model on the meta device, where tensors have sizes but no data, to plan its memory."""
         add_positions(own.module)
         return cls.load(source, own, own.expected)
 
     def difference(self, source: ModelSource) -> str | None:
-        """Return how one step differs from the reference. The other steps are verified later, in the served memory."""
+        """Return how one step differs from the reference. `verified_graph_runner` later verifies the other steps."""
         assert self.reference is not None, "a model without a reference cannot be verified"
         difference = self.reference.difference(self.output(source), source.config.quantization)
         if difference is None and self.adapters is not None:
@@ -87,7 +87,7 @@ class CudaModel(LoadedModel):
         return difference
 
     def output(self, source: ModelSource) -> Output:
-        """Compute the reference's tokens in one step, with temporary KV memory. `first_layer` holds its logits."""
+        """Run the reference's tokens in one step with temporary KV memory. `first_layer` of the result holds logits."""
         assert self.reference is not None, "a model without a reference cannot be verified"
         blocks = TrialBlocks.enough(source.block_size)
         attention = TritonAttention(
@@ -107,11 +107,11 @@ class CudaModel(LoadedModel):
         return Output(first.logits[None], whole.logits[None])
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
-        """Return the model as it is served. It keeps its reference, to verify the steps with all of the KV memory."""
+        """Return this model. It keeps its reference until the steps are verified in the KV memory that is served."""
         return self
 
     @property
-    def in_one_group(self) -> Abilities:
+    def abilities_in_one_group(self) -> Abilities:
         return self.weights.settings.abilities
 
     def tensors(self) -> Iterator[torch.Tensor]:

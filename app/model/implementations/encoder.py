@@ -1,4 +1,4 @@
-"""Loads encoders and cross-encoders from a folder or hub id, and checks that they can be served."""
+"""Loads encoders and cross-encoders from a folder or hub id, and verifies them against transformers' code."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ _MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to th
 
 
 def is_encoder(config: ModelConfig, location: str) -> bool:
-    """Return whether the model generates nothing, judged by the architecture that its config.json names.
+    """Return whether the architecture named in config.json is an encoder, which embeds or scores but generates no text.
 
-    Raises InvalidSetup when there is no config.json.
+    Raises InvalidSetup if the model has no config.json.
     """
     named = read_config(config, location).get("architectures") or [""]
-    # Architecture names end like this for models without a head, or with a head that embeddings do not need.
+    # Names end in "Model" if the model has no head, and in "ForMaskedLM" if embeddings do not need its head.
     encoders = ("Model", "ForMaskedLM")
-    generates = "LMHeadModel"  # the name of GPT-2 ends like this, and its head is for generation
+    generates = "LMHeadModel"  # GPT-2's name ends in this; it also ends in "Model", but its head generates text
     return str(named[0]).endswith((CLASSIFIER, *encoders)) and not str(named[0]).endswith(generates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEncoder:
-    """A model that reads whole prompts, and its model info."""
+    """An encoder that is ready to serve, with the type and the device of its weights."""
 
     runner: EncoderRunner
     model_info: ModelInfo
@@ -73,11 +73,11 @@ class LoadedEncoder:
 
 @torch.inference_mode()
 def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
-    """Load weights from safetensors and compare the results for a few sequences with those of the model's own code.
+    """Load weights from safetensors, and compare a few packed sequences with the results of transformers' code.
 
     Raises:
         InvalidSetup: the model or the device does not exist, or a setting applies only to models that generate.
-        UnsupportedModel: the model cannot be computed without padding; the message says why.
+        UnsupportedModel: the model cannot run without padding, or computes other results; the message says why.
     """
     for name, given, usual in (
         ("quantization", config.quantization, "none"),
@@ -85,7 +85,9 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
         ("require", config.require, None),
     ):
         if given != usual:
-            raise InvalidSetup(f"model.{name} is {given}, which no encoder has; {config.path} is one: leave it out")
+            raise InvalidSetup(
+                f"model.{name} is {given}, which encoders do not support; leave it out, as {config.path} is an encoder"
+            )
     device, chosen = device_of(config), dtype_of(config, location)
     with refusing_what_fails(config.path):
         return _verified(config, location, device, chosen.dtype)
@@ -121,7 +123,6 @@ def _verified(config: ModelConfig, location: str, device: torch.device, dtype: t
 
 
 def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load the model through transformers, with our attention."""
     from transformers import AttentionInterface, AutoModel, AutoModelForSequenceClassification
 
     AttentionInterface.register(PACKED_ATTENTION_NAME, packed_attention)
@@ -138,7 +139,7 @@ def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torc
 
 
 class _InPlaceOfEncoder(nn.Module):
-    """Stands in for the encoder and returns computed states, so that the classifier's own head can run on them."""
+    """Replaces the encoder and returns states that are already computed, so that only the classifier's head runs."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class _InPlaceOfEncoder(nn.Module):
 
 
 class _FirstTokenHead(nn.Module):
-    """The head of a classifier that reads the first token."""
+    """The head of a classifier that reads the first token. Replaces the encoder inside the given module."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ def _score_head(config: ModelConfig, module: PreTrainedModel) -> ScoreHead | Non
 
 
 def _labels_of(found: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the names of the labels; none for a model with a single label, which is the score of a pair."""
+    """Return the label names, by index. Empty for a single label: such a model scores pairs and does not classify."""
     if found.num_labels == 1:
         return ()
     return tuple(str(found.id2label[index]) for index in range(found.num_labels))
@@ -187,10 +188,10 @@ def _softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
-    """Return the activation of the scores, chosen as in sentence-transformers and vLLM.
+    """Return the function that turns logits into scores, chosen as in sentence-transformers and vLLM.
 
-    The config.json may name an activation. The default is a sigmoid for one label or for independent labels, and a
-    softmax over several exclusive labels, as in transformers' pipelines.
+    Without an activation in config.json, the default is a sigmoid for a single label or for independent labels, and a
+    softmax for several exclusive labels, as in transformers' pipelines. Raises UnsupportedModel for an unknown name.
     """
     named = getattr(found, "sentence_transformers", None) or {}
     name = named.get("activation_fn") or getattr(found, "sbert_ce_default_activation_function", None)
@@ -205,7 +206,7 @@ def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
 
 
 def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
-    """Return sequences of several lengths; the first sequence is a pair of texts."""
+    """Return the sequences of the trial batch, of different lengths. The first and longest one is a pair of texts."""
     tried_lengths = (24, 9, 1)  # tokens of each sequence in the trial batch
     step = max(1, vocab_size // (max(tried_lengths) + 1))
     return tuple(
@@ -218,7 +219,7 @@ def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
 
 
 def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the output of the model's own code by sequence: states [num_tokens, hidden_size], or logits."""
+    """Run each trial sequence alone, with eager attention. Return its states [num_tokens, hidden_size] or logits."""
     module.set_attn_implementation("eager")
     sequences = _tried_sequences(module.get_input_embeddings().weight.shape[0])
     outputs = []
@@ -233,7 +234,7 @@ def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own: list[torch.Tensor]) -> None:
-    """Raise UnsupportedModel if the sequences in one packed row give other results than each sequence alone."""
+    """Raise UnsupportedModel if the trial sequences give other results in one packed row than alone (`own`)."""
     sequences = _tried_sequences(encoder.vocab_size)
     try:
         ours = encoder.states(sequences)

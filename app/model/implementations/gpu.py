@@ -1,7 +1,7 @@
-"""The code that all implementations for a GPU share: the verified runner with its KV memory, and the memory of steps.
+"""Builds verified runners for models on a GPU, and measures the memory of their steps.
 
-The memory of a step is found by computing the largest step once. On a GPU it is measured in torch's allocator. On any
-other device it is counted operator by operator; on the meta device that count is a prediction from the configuration.
+The largest step runs once to find its memory. On a GPU, torch's allocator reports the peak. On any other device, the
+allocations of each operator are counted; on the meta device this predicts the memory from the configuration alone.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from app.model.verification import TrialBlocks
 
 logger = logging.getLogger(__name__)
 
-# cuBLAS has one workspace for each thread and stream: for the thread that builds the engine, for the engine's own
-# thread, and for the stream that captures graphs. On a GPU the first one is part of the step that was measured.
+# cuBLAS allocates a workspace for each pair of a thread and a stream: for the thread that builds the engine, for the
+# engine's own thread, and for the stream that captures graphs. On a GPU, the measured step already includes the first.
 _NUM_WORKSPACES = 3
-# Sampling options for the trial of our sampler, in addition to those of the largest step.
+# The trial of our sampling kernels draws with these options as well as with the options of the largest step.
 _DRAWS = (
     SamplingParams(max_tokens=1, logprobs=2, temperature=0.0),
     SamplingParams(max_tokens=1, logprobs=2, seed=1, top_k=5),
@@ -56,7 +56,7 @@ _is_close = partial(math.isclose, abs_tol=1e-3)
 
 
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
-    """Return a runner with all its KV memory. Raises BackendFailed if steps with this memory give other results."""
+    """Return a runner with its full KV memory. Raises BackendFailed if its steps differ from the reference."""
     max_blocks = min(num_blocks, -(-model.model_info.max_model_len // config.cache.block_size))
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     num_groups = model.groups.num_groups
@@ -64,14 +64,14 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         block_size=config.cache.block_size, num_blocks=num_blocks // num_groups, num_groups=num_groups,
         max_blocks=max_blocks, max_rows=config.scheduler.max_running,
     )  # fmt: skip
-    # These steps resemble a first request, so kernels are compiled for the sizes that are served.
+    # The trial uses the attention that is served, so it also compiles the kernels that the first request will need.
     quantization = "fp8" if config.cache.dtype == "fp8" else config.model.quantization
     with BatchInvariantMode() if config.model.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
         tried = _with_states(config, model, attention, blocks.num_state_slots) or attention
         difference = model.difference_in_steps(tried, blocks, quantization)
     if difference is not None:
         raise BackendFailed(f"in steps with {type(attention).__name__} {difference}")
-    del tried  # free this memory before the slots that are served are allocated
+    del tried  # free the trial's state slots before the slots that are served are allocated
     sampler = _sampler(config, model)
     stateful = _with_states(config, model, attention, model.model_info.num_state_slots)
     if stateful is not None:
@@ -80,7 +80,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
             config.model.path,
         )
     return GraphModelRunner(
-        replace(model, reference=None),  # the memory of the reference is needed
+        replace(model, reference=None),  # frees the reference's memory
         attention,
         max_rows=config.scheduler.max_running,
         stateful=stateful,
@@ -99,9 +99,9 @@ def _sampler(config: EngineConfig, model: LoadedModel) -> Sampler:
 
 @torch.inference_mode()
 def why_plain_draws(model: LoadedModel) -> str | None:
-    """Return what is wrong with our sampling kernels; None if they draw the same tokens as plain torch.
+    """Return why plain torch must draw the tokens; None if our sampling kernels draw the same tokens as plain torch.
 
-    The call compiles the kernels, so that no request waits for it. Raises RuntimeError if the device is lost.
+    The trial also compiles the kernels, so that no request waits for them. Raises RuntimeError if the device is lost.
     """
     number = len(_DRAWS) + 1
     limits = SchedulerConfig(max_running=number, max_step_tokens=number)
@@ -133,7 +133,7 @@ def why_plain_draws(model: LoadedModel) -> str | None:
 
 
 def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
-    """Return the bytes left for KV memory in the engine's share of its GPU, after weights and the largest step."""
+    """Return the bytes that the engine's GPU share leaves for KV memory. Raises TooLittleMemory if no block fits."""
     limits, block_size = config.scheduler, config.cache.block_size
     fix = (
         f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
@@ -149,7 +149,7 @@ def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> 
 
 
 def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
-    """See `LoadedModel.needs`. The step runs with one KV block: its size does not depend on the number of blocks."""
+    """See `LoadedModel.needs`. One KV block is enough to measure a step, whose memory does not depend on the blocks."""
     is_cuda = model.device.type == "cuda"
     of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
     runner = with_one_block(config, model)
@@ -168,7 +168,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
 
 
 def _of_adapters(config: EngineConfig, model: LoadedModel, runner: GraphModelRunner, num_tokens: int) -> int:
-    """Return the memory of adapters. The largest step has none, so the memory that they add to it is counted here."""
+    """Return the bytes of adapters, including the bytes that they add to a step: the measured step uses no adapters."""
     if model.adapters is not None:
         return num_bytes_of(model.adapters.tensors()) + model.adapters.step_bytes(num_tokens)
     most = config.model.max_loaded_adapters
@@ -202,7 +202,7 @@ def _of_captured(config: EngineConfig, model: LoadedModel, size: StepSize) -> in
 
 
 def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that `compute` had allocated at once, including memory that it leaves allocated."""
+    """Return the peak of the bytes that `compute` allocates, including any that stay allocated after it returns."""
     if device.type != "cuda":
         counted = AllocatedBytes(device)
         with torch.inference_mode(), counted:
@@ -217,7 +217,7 @@ def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
 
 
 def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
-    """Return a runner with one block of KV memory and one state slot, which all sequences of a step may share."""
+    """Return a runner that is only good for measuring: all sequences share its one KV block and its one state slot."""
     max_blocks = -(-model.model_info.max_model_len // config.cache.block_size)
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
@@ -229,7 +229,7 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
 def _with_states(
     config: EngineConfig, model: LoadedModel, attention: PagedAttention, num_slots: int
 ) -> StatefulAttention | None:
-    """Return the attention with the slots of recurrent layers; None for a model that has no recurrent layers."""
+    """Return the attention together with slots for recurrent states; None if the model has no recurrent layers."""
     if not model.states:
         return None
     is_plain = config.model.backend in WITHOUT_TRITON
@@ -250,6 +250,6 @@ def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max
         max_blocks=max_blocks,
         dtype=stored_dtype(config.cache, model.dtype),
         device=model.device,
-        # No kernel runs on the meta device, and the kernels that keep the order of sums take no other memory.
+        # The meta device runs no kernels, and batch-invariant kernels need the same memory as the others.
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )

@@ -1,4 +1,4 @@
-"""A model as one implementation has loaded it. Each implementation is a class in its own file beside this one."""
+"""The interface of a loaded model. Each implementation is a subclass in its own file beside this one."""
 
 from __future__ import annotations
 
@@ -34,46 +34,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(ABC):
-    """A model's weights in the form of one implementation, and the model info measured from them."""
+    """A model with its weights laid out for one implementation, and the model info found while loading."""
 
     model_info: ModelInfo
-    layers: dict[int, LayerShape]  # by layer index: the shape of the keys and values that the layer stores
+    layers: dict[int, LayerShape]  # the shape of the stored keys and values, by layer index
     dtype: torch.dtype
     device: torch.device
-    reference: Reference | None = None  # kept until the steps are verified; on a GPU that needs the whole KV memory
-    group: Exchange | None = None  # set if this is one rank's part of the model
-    adapters: AdapterSlots | None = None  # only on a GPU, if adapters may be loaded
+    reference: Reference | None = None  # None once the steps are verified; on a GPU they are verified in full KV memory
+    group: Exchange | None = None  # the ranks, if this is one rank's part of the model
+    adapters: AdapterSlots | None = None  # only for our decoder on a GPU, if adapters may be loaded
     groups: LayerGroups = ONE_GROUP  # the groups of blocks that hold the layers' keys and values
-    states: tuple[StateShape, ...] = ()  # of the recurrent operators, in the order of their calls
-    why_not_ours: str | None = None  # the reason if transformers' code computes the model instead of our decoder
-    why_plain_draws: str | None = None  # on a GPU: the reason if plain torch draws the tokens
+    states: tuple[StateShape, ...] = ()  # one for each recurrent operator, in the order of their calls
+    why_not_ours: str | None = None  # why the model runs on transformers' code, if our decoder failed verification
+    why_plain_draws: str | None = None  # why plain torch draws the tokens, if our sampling kernels failed on this GPU
 
     @classmethod
-    def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
-        """Return the model of another implementation in this one. more: fields that are missing or different there."""
+    def converted_from(cls, own: LoadedModel, **more: Any) -> Self:
+        """Convert a model of another implementation to this one. more: the fields that the conversion cannot copy."""
         return cls(
             model_info=own.model_info, layers=own.layers, dtype=own.dtype, device=own.device, groups=own.groups, **more
         )  # fmt: skip
 
     @property
     def in_block(self) -> dict[int, LayerShape]:
-        """The shapes that one block of KV memory stores, by place in the block."""
+        """The layer shapes in one block of KV memory, by place in the block."""
         return self.groups.in_block(self.layers)
 
-    def giving_back(self) -> Self:
-        """Return the model with windowed layers in separate groups, which free the blocks behind the window.
+    def with_window_groups(self) -> Self:
+        """Return the model with windowed layers in separate groups, so that blocks behind the window can be freed.
 
-        Returns the model itself if groups save no memory or the implementation has only one group.
+        Returns the model itself if groups save no memory, or if the implementation supports only one group.
         """
         return self
 
     def with_groups(
         self, windows: Mapping[int, int | None], *, kept_beside: int = 0, is_of_one_shape: bool = False
     ) -> Self:
-        """Return the model with its layers grouped by their windows; returns itself if that saves no memory.
+        """Return the model with its layers grouped by their windows, or the model itself if that saves no memory.
 
-        windows: by layer, in tokens. kept_beside: tokens behind a window that may still be read.
-        is_of_one_shape: whether layers of several shapes must be in one group.
+        windows: by layer, in tokens. kept_beside: the number of tokens behind a window that kernels may still read.
+        is_of_one_shape: whether the layers must all have one shape to be divided into groups.
         """
         groups = LayerGroups.of(
             self.layers, windows, max_model_len=self.model_info.max_model_len, stored_by=self.groups.stored_by,
@@ -86,12 +86,12 @@ class LoadedModel(ABC):
         return replace(self, groups=groups, model_info=model_info)
 
     def kv_namespace(self, config: EngineConfig) -> bytes:
-        """Return a digest of all that determines the bytes of the KV memory: files, code, types and block layout."""
+        """Return a digest of everything that determines the bytes of a KV block: files, code, types and layout."""
         folder = folder_of_weights(resolve_model_path(config.model.path), config.model.revision)
         computed_by = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         kinds = (
             type(self).__name__,
-            config.model.backend in WITHOUT_TRITON,  # these backends lay out the same blocks differently
+            config.model.backend in WITHOUT_TRITON,  # these backends lay out blocks differently
             computed_by,
             self.states,
             config.model.quantization,
@@ -102,35 +102,35 @@ class LoadedModel(ABC):
 
     @property
     def abilities(self) -> Abilities:
-        """The abilities of the engine that work with the model."""
-        own = self.in_one_group
+        """The engine abilities that work with the model in its current groups of layers."""
+        own = self.abilities_in_one_group
         return own if self.groups.num_groups == 1 else replace(own, windows="freed")
 
     @property
     @abstractmethod
-    def in_one_group(self) -> Abilities:
-        """The abilities of the model while all its blocks lie in one group."""
+    def abilities_in_one_group(self) -> Abilities:
+        """The abilities of the model while all its layers are in one group."""
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all weights and the tensors stored beside them; tied weights may appear more than once."""
+        """Yield the weights and all other tensors that the model owns. Tied weights may appear more than once."""
 
     @abstractmethod
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Return the memory that the model needs beside KV memory. largest: the batch that takes the most memory."""
+        """Return the bytes that the model needs beside KV memory. largest: the batch that needs the most memory."""
 
     @abstractmethod
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
-        """Return a runner with KV memory of `num_blocks` blocks. num_threads: threads of native code.
+        """Allocate KV memory of `num_blocks` blocks and return a runner. num_threads: threads of native code.
 
         Raises InvalidSetup if the runner cannot honour `model.batch_invariant` or store KV memory in `cache.dtype`.
         """
 
     @torch.inference_mode()
     def verify_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> None:
-        """Verify steps that are computed with the given attention and its KV memory; see `Reference.verify_steps`.
+        """Run trial steps with the given attention and compare them with the reference; see `Reference.verify_steps`.
 
-        quantization: of the weights, or of the KV memory.
+        quantization: the type of the weights, or of the KV memory if that is quantised.
 
         Raises:
             UnsupportedModel: the results differ by more than rounding.
@@ -141,16 +141,16 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def difference_in_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> str | None:
-        """Return the first difference that `verify_steps` would raise, in words; None if there is none."""
-        assert self.reference is not None, "it is to be verified"
+        """Return the first difference that `verify_steps` would raise, in words; None if all steps agree."""
+        assert self.reference is not None, "a model without a reference cannot be verified"
         return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)
 
     def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
-        """Return the outputs for all tokens of a step. Our decoders give logits as the first layer's output."""
+        """Run a step and return the outputs of all its tokens. Our decoders return logits in place of hidden states."""
         raise NotImplementedError(f"{type(self).__name__} computes its attention itself")
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
-        """Return the forward pass on a GPU. num_layers: only the first layers, then norm and head; 0: all layers."""
+        """Return the forward pass on a GPU. num_layers: the layers to run before norm and head; 0 for all layers."""
         raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
 
     def why_not_on(self, backend: str) -> str | None:
@@ -162,10 +162,10 @@ class LoadedModel(ABC):
     def plain_attention(
         self, num_blocks: int, block_size: int, kind: type[TorchAttention] = TorchAttention
     ) -> PagedAttention:
-        """Return attention without our kernels, with KV memory; the model's own attention if it needs that."""
+        """Allocate KV memory and return attention that uses no Triton kernels, or the model's own attention."""
         raise NotImplementedError(f"{type(self).__name__} has kernels for it")
 
     @property
     def num_own_kernels(self) -> int:
-        """Kernel launches in a decode step on a GPU that are no torch operators."""
+        """The number of launches of our own kernels in a decode step on a GPU, in addition to torch's operators."""
         return 0

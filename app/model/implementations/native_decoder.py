@@ -1,4 +1,4 @@
-"""The implementation for Llama-like models on a CPU: our C++ decoder, with packed weights that processes share."""
+"""Runs Llama-like models on a CPU with our C++ decoder, whose packed weights several processes can share."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class NativeModel(LoadedModel):
-    """A Llama-like model with packed weights for the C++ decoder."""
+    """A Llama-like model with its weights packed for the C++ decoder."""
 
     weights: NativeWeights
     name = "C++"
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """Return why this machine or these settings rule out this decoder for every model; None if they do not."""
+        """Return why the machine or the settings rule out this decoder, or None. The model itself is not inspected."""
         if source.group is not None:
             if source.config.quantization != "none":
                 return "its ranks run transformers' code on a CPU; set replicas.tensor_parallel to 1"
@@ -70,7 +70,7 @@ class NativeModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """Return why the decoder does not compute this model, as known before verification; None if it does."""
+        """Return why this decoder does not support the model, judged by its structure; None if it does."""
         return (
             why_not_native(own.module)
             or why_attention_is_not_llama_like(own.module, own.rules, "cpu")
@@ -81,7 +81,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> NativeModel:
-        """Pack the weights of transformers' module, or the weights in its files if the module does not hold them."""
+        """Pack the module's weights, or read them from its files if the module has none. expected: the reference."""
         settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
 
         def pack(allocate: Allocate) -> NativeWeights:
@@ -94,13 +94,13 @@ class NativeModel(LoadedModel):
 
         source.log_gguf(is_kept=not bits)
         weights = shared_weights(pack, _sharing(source, settings))
-        return cls.in_place_of(own, weights=weights, states=own.states, reference=expected)
+        return cls.converted_from(own, weights=weights, states=own.states, reference=expected)
 
     @classmethod
-    def verified_before(cls, source: ModelSource) -> NativeModel | None:
-        """Load a model that was verified earlier; None if it was not. On the meta device it has no weights.
+    def load_if_verified(cls, source: ModelSource) -> NativeModel | None:
+        """Load the model if an earlier start has verified it, or return None. Reads no weights on the meta device.
 
-        This works without transformers, whose code takes longer to import than torch.
+        Does not import transformers, which would take longer than the import of torch.
         """
         file = _file_of_result(source)
         verified = None if file is None else read_verified(file)
@@ -130,7 +130,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> NativeModel:
-        """Build the model on the meta device, without weights. Raises UnsupportedModel if the decoder cannot."""
+        """Build the model on the meta device, without weights. Raises UnsupportedModel if it is not supported."""
         reason = cls.why_not(source, own)
         if reason is not None:
             raise UnsupportedModel(
@@ -144,15 +144,15 @@ class NativeModel(LoadedModel):
         if source.gguf is not None:
             files = source.checkpoint(Path(source.location))
             weights, bits = _sizes_of(files), _bits(source, files)
-        return cls.in_place_of(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
+        return cls.converted_from(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
 
     def difference(self, source: ModelSource) -> str | None:
-        """Return how steps with temporary KV memory differ from the reference, in words; None if they agree.
+        """Run trial steps with temporary KV memory and describe how they differ from the reference; None if they agree.
 
-        Logits replace the first layer's output.
+        The first layer is compared by the logits that follow from its output.
         """
-        assert self.reference is not None, "it is to be verified"
-        served, threads = self.giving_back(), ThreadPool(torch.get_num_threads())
+        assert self.reference is not None, "a model without a reference cannot be verified"
+        served, threads = self.with_window_groups(), ThreadPool(torch.get_num_threads())
         blocks = TrialBlocks.enough(source.block_size, num_groups=served.groups.num_groups)
         pages = NativeKVCache(
             served.in_block, num_blocks=blocks.num_blocks * blocks.num_groups, block_size=source.block_size,
@@ -172,22 +172,22 @@ class NativeModel(LoadedModel):
             return Output(first.logits[None], whole.logits[None])
 
         quantization = source.config.quantization
-        if quantization == "none" and self.weights.weight_bits:  # only the inputs of products are rounded
+        if quantization == "none" and self.weights.weight_bits:  # exact stored weights, but inputs are rounded to int8
             quantization = "int8"
         return self.reference.difference_in_steps(compute, blocks, quantization)
 
-    def giving_back(self) -> NativeModel:
+    def with_window_groups(self) -> NativeModel:
         windows = {index: layer.sliding_window for index, layer in enumerate(self.weights.settings.layers)}
         return self if self.states else self.with_groups(windows)
 
     @property
-    def in_one_group(self) -> Abilities:
+    def abilities_in_one_group(self) -> Abilities:
         return self.weights.settings.abilities
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
-        """Return the model as it is served, and store that it is verified.
+        """Drop the reference, and record on disk that the model is verified, so that the next start skips the trial.
 
-        The result is not stored if transformers changes the weights when it reads them.
+        Nothing is recorded if transformers changes the weights when it reads them: the files alone would not suffice.
         """
         file, limit = _file_of_result(source), length_limit(own.module)
         if file is not None and limit is not None and own.mapped is not None:
@@ -199,10 +199,10 @@ class NativeModel(LoadedModel):
         return self.weights.tensors()
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Return the memory on a CPU, computed from sizes: the weights may be on the meta device."""
+        """Compute the memory on a CPU from tensor sizes alone, because the weights may be on the meta device."""
         num_sampled, vocab_size = len(largest.sampled), self.model_info.vocab_size
         num_rows = num_sampled + sum(len(item.targets) for item in largest.scheduled)
-        # Logits of all rows, a copy of the sampled rows beside scored prompts, and a copy for penalties and grammars.
+        # Logits of all rows, a copy of the sampled rows if prompts are scored, and a copy for penalties and grammars.
         logits = (num_rows + 2 * num_sampled) * vocab_size * torch.float32.itemsize
         num_tokens, num_positions = largest.num_scheduled_tokens, self.model_info.max_model_len
         kept = buffer_bytes(self.weights, num_tokens=num_tokens, num_positions=num_positions)
@@ -216,18 +216,18 @@ class NativeModel(LoadedModel):
         decoder = NativeDecoder(
             self.weights, pages, threads, groups=self.groups, num_slots=self.model_info.num_state_slots
         )  # fmt: skip
-        torch.set_num_threads(1)  # torch computes almost nothing here, and its waiting threads would slow ours
+        torch.set_num_threads(1)  # torch has almost nothing to compute, and its spinning threads would slow down ours
         return TorchModelRunner(decoder, self.device, NativeSampler(threads), states=decoder.states)
 
 
 def _bits(source: ModelSource, files: Checkpoint) -> int:
-    """Return the bits of the packed weights: from the settings, or as the files store them."""
+    """Return the bits per packed weight, or `STORED` to keep the types of the files."""
     is_as_stored = source.config.quantization == "none" and files.has_stored
     return STORED if is_as_stored else BITS[source.config.quantization]
 
 
 def _sizes_of(files: Checkpoint) -> PackableWeights:
-    """Return the sizes of the weights without their numbers; a tied head has the size of the embedding."""
+    """Return a lookup of weights without data, to plan their memory. A tied head has the size of the embedding."""
     size_of = cache(files.size_to_pack)
     return lambda name: size_of(files.own_name(name))
 

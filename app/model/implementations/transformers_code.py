@@ -1,4 +1,4 @@
-"""The implementation for any architecture: transformers' code with our attention. It verifies the other ones."""
+"""Runs any architecture on transformers' code with our attention, and provides the reference that verifies decoders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
 from app.model.latent_attention import store_expanded
 from app.model.memory import MemoryNeeds, is_out_of_memory
-from app.model.own_attention import CacheProbe, OwnAttention, attend_by_own_code
+from app.model.own_attention import CacheProbe, OwnAttention, keep_own_attention
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
 from app.model.positions import fix_positions, why_places_matter
@@ -72,24 +72,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersModel(LoadedModel):
-    """A module of transformers, or one rank's part of the module."""
+    """A module of transformers, or one rank's part of it, whose attention is replaced by ours."""
 
     module: PreTrainedModel
-    rules: dict[int, AttentionRules]  # by layer index: the rules of the layer's attention
-    mapped: MappedModel | None = None  # holds the weights if the module does not
-    uses_own_attention: bool = False  # the model uses its own attention, see `own_attention`
+    rules: dict[int, AttentionRules]  # by layer index
+    mapped: MappedModel | None = None  # the files, if the module reads its weights from them while it computes
+    uses_own_attention: bool = False  # whether the model's own attention stays in place, see `own_attention.py`
 
     @classmethod
     def load(cls, source: ModelSource, *, from_files: bool = False) -> TransformersModel:
         """Load a model, and verify our attention against the model's own attention on the same few tokens.
 
-        from_files: another implementation will take the weights, so the module computes from the files alone if it can.
+        from_files: leave the weights in the files where possible, because a decoder of ours will read them from there.
         """
         mapped, whole, config = None, None, source.config
         if source.group is not None:
             source.check_ranks(source.group.size)
         if from_files:
-            # If weights are to be quantised to FP8, the device need not hold them in another type.
+            # For FP8, each weight is copied to the device in turn, so the device never holds all of them unquantised.
             mapped = mapped_model(source, source.device if config.quantization == "fp8" else None)
         if source.group is not None:
             module, whole = part_of_rank(source, mapped)
@@ -104,7 +104,7 @@ class TransformersModel(LoadedModel):
         model = cls._of(source, module, step, reference, mapped)
         if reason := why_places_matter(module, model.model_info.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
-        if source.found.get_text_config() is not source.found:  # images may change how it counts positions
+        if source.found.get_text_config() is not source.found:  # models that accept images may choose other positions
             _verify_numbering(module, reference, type(step)())
         if mapped is None and not model.uses_own_attention:
             _verify_positions(module, reference, model.model_info.max_model_len)
@@ -112,14 +112,14 @@ class TransformersModel(LoadedModel):
 
     @classmethod
     def planned(cls, source: ModelSource, *, num_ranks: int = 1) -> TransformersModel:
-        """Build the model on the meta device from its config.json alone, with sizes and no weights.
+        """Build the model on the meta device from its config.json alone, to plan its memory without its weights.
 
         Raises:
             InvalidSetup: the model does not exist, its context length is unknown, or the ranks cannot share it.
             UnsupportedModel: the model cannot be served, or its steps depend on its weights; the message says why.
         """
         config, found = source.config, source.found
-        # Weights that are multiplied out take the same memory as the weights of an unquantised checkpoint.
+        # Dequantised weights need the same memory as the weights of an unquantised checkpoint, which can be planned.
         is_known = source.model_class.__name__ in ARCHITECTURES
         if source.quantised is not None and not (source.quantised.has_scales and is_known):
             raise UnsupportedModel(
@@ -127,7 +127,7 @@ class TransformersModel(LoadedModel):
             )
         longest = max_model_len(config, getattr(found.get_text_config(), "max_position_embeddings", None))
         module = module_without_weights(source, source.dtype)
-        # Shapes do not depend on the type, but the meta device supports products of experts only in bfloat16.
+        # The trial pass runs in bfloat16, the only type in which the meta device supports products of experts.
         tried = module if source.dtype is torch.bfloat16 else module_without_weights(source, torch.bfloat16)
         if num_ranks > 1:
             source.check_ranks(num_ranks)
@@ -159,7 +159,7 @@ class TransformersModel(LoadedModel):
         reference: Reference,
         mapped: MappedModel | None,
     ) -> TransformersModel:
-        """step: a step that has already run on the module."""
+        """Build the model from the shapes and rules that `step` has recorded in a trial pass over the module."""
         num_embeddings, embedding_size = module.get_input_embeddings().weight.shape
         model_info = ModelInfo(
             max_model_len=max_model_len(source.config, length_limit(module)),
@@ -183,7 +183,7 @@ class TransformersModel(LoadedModel):
         )
 
     @property
-    def in_one_group(self) -> Abilities:
+    def abilities_in_one_group(self) -> Abilities:
         has_windows = any(rules.sliding_window for rules in self.rules.values())
         return Abilities(
             architecture=type(self.module).__name__,
@@ -191,10 +191,10 @@ class TransformersModel(LoadedModel):
             windows="kept" if has_windows else "none",
         )
 
-    def giving_back(self) -> TransformersModel:
+    def with_window_groups(self) -> TransformersModel:
         if self.group is not None or self.states or self.uses_own_attention:
             return self
-        # The CUDA kernels read from the start of the tile in which a window begins.
+        # The CUDA kernels load whole tiles of keys, so they may read up to a tile of keys behind the window.
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
         windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
         return self.with_groups(
@@ -202,7 +202,7 @@ class TransformersModel(LoadedModel):
         )  # fmt: skip
 
     def ready(self, source: ModelSource) -> TransformersModel:
-        """Return the model as it is served. Its weights are read again if another implementation took them."""
+        """Return the model ready to serve. Reads the weights again if a decoder that failed verification took them."""
         model = self
         if self.module.get_input_embeddings().weight.is_meta:
             module = read_module(source) if source.group is None else part_of_rank(source)[0]
@@ -215,8 +215,8 @@ class TransformersModel(LoadedModel):
         return replace(model, reference=None)
 
     def _verify_on_cpu(self, source: ModelSource) -> None:
-        """Verify steps with temporary KV memory: a wrong model is refused before its KV memory is allocated."""
-        served, block_size = self.giving_back(), source.block_size
+        """Verify steps with temporary KV memory, so that a wrong model is refused before its KV memory is allocated."""
+        served, block_size = self.with_window_groups(), source.block_size
         blocks = TrialBlocks.enough(block_size, num_groups=served.groups.num_groups)
         if self.uses_own_attention:
             own = self.plain_attention(blocks.num_blocks, block_size)
@@ -243,19 +243,19 @@ class TransformersModel(LoadedModel):
 
     @property
     def expected(self) -> Reference:
-        """The output of the module on a few tokens, which exists until the model is served."""
-        assert self.reference is not None, "it is being loaded"
+        """The reference output. Only available while the model is loaded: `ready` may drop it."""
+        assert self.reference is not None, "the reference was dropped when the model was loaded"
         return self.reference
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (*self.module.parameters(), *self.module.buffers())
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Return the memory on a GPU; the memory on a CPU is not counted."""
+        """Return the memory on a GPU. On a CPU, the memory of transformers' code is not counted."""
         return needs_on_gpu(config, self, largest)
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
-        """See `LoadedModel.runner`. On a CPU the attention is native where it can be."""
+        """See `LoadedModel.runner`. On a CPU, C++ computes the attention if it supports the model's layers."""
         cache, num_slots = config.cache, self.model_info.num_state_slots
         why_not_native = self._why_no_native_attention(config.model, cache.block_size)
         latents = "its layers store latents" if any(rules.is_latent for rules in self.rules.values()) else None
@@ -283,7 +283,7 @@ class TransformersModel(LoadedModel):
         return TorchModelRunner(self._forward(attention), self.device, sampler, states=states)
 
     def _with_states(self, attention: PagedAttention, num_slots: int, threads: ThreadPool | None) -> PagedAttention:
-        """Add the slots of recurrent layers, if the model has any. threads: of the C++ operators; None: plain torch."""
+        """Add slots for recurrent states if the model has any. threads: for the C++ operators; None for plain torch."""
         if not self.states:
             return attention
         recurrence = TorchRecurrence() if threads is None else NativeRecurrence(threads)
@@ -317,18 +317,18 @@ class TransformersModel(LoadedModel):
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
-        assert num_layers == 0, "transformers' code gives the first layer's output beside that of all"
+        assert num_layers == 0, "transformers' code always runs all layers"
         return self._forward(attention)
 
     @property
     def num_own_kernels(self) -> int:
-        return 4 * len(self.layers)  # kernels of attention, for each layer of a mixed step
+        return 4 * len(self.layers)  # attention kernels of a mixed step, which launches the most
 
 
 def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[ProbeStep | CacheProbe, Reference]:
-    """Return the step of our attention, and the reference output, which our attention has been verified to give.
+    """Verify our attention against the model's own. Return the verified step, and the model's output as the reference.
 
-    A model that our attention does not fit is tried with its own: see `own_attention`.
+    A model that our attention does not support keeps its own attention if possible, see `own_attention.py`.
     """
     step, path = ProbeStep(), source.config.path
     reason, ours = _why_not_paged(source, module, step)
@@ -348,7 +348,7 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[P
 
 
 def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> tuple[str, Output | None]:
-    """Return the reason and no output, or no reason and the output with our attention. step: of our attention."""
+    """Run the module with our attention. Return ("", output), or (reason, None) if our attention does not fit."""
     try:
         ours = _probe(module, *tokens_to_try(module, source.device), step)
     except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
@@ -365,9 +365,9 @@ def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep
 
 
 def _with_own_attention(source: ModelSource, module: PreTrainedModel, refusal: str) -> tuple[CacheProbe, Reference]:
-    """Try the model's own attention. refusal: why ours does not fit. Raises UnsupportedModel if it cannot be paged."""
+    """Verify a model that keeps its own attention. refusal: why ours does not fit, quoted by an UnsupportedModel."""
     path, probe = source.config.path, CacheProbe()
-    attend_by_own_code(module)
+    keep_own_attention(module)
     try:
         reference = Reference.of(path, module, source.device)
         ours = run_module(module, reference.token_ids, reference.positions, probe)
@@ -389,20 +389,20 @@ def _probe(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Te
 
 
 def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> None:
-    """Raise UnsupportedModel, with the reason, for recurrent layers that cannot be computed."""
+    """Raise UnsupportedModel if the model has recurrent layers that do not call our operators."""
     path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
     if kinds and not step.states:
         raise UnsupportedModel(f"{path} ({module.config.model_type}) {not_computed(kinds)}")
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference, step: ProbeStep | CacheProbe) -> None:
-    """Refuse a model that gives its tokens other positions than 0, 1, 2, … when no positions are passed."""
+    """Refuse a model that, when no positions are passed, numbers its tokens other than 0, 1, 2, …"""
     found = run_module(module, reference.token_ids, None, step)
     reference.verify("with positions from 0 on", found)
 
 
 def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_len: int) -> None:
-    """Refuse a model whose positions depend on the other tokens of a step, tested with a token of a high position."""
+    """Refuse a model whose positions depend on the step's other tokens, tested with a token at a very high position."""
     beside = torch.full_like(reference.positions[:, :1], max_model_len - 1)
     token_ids = torch.cat((reference.token_ids, reference.token_ids[:, :1]), dim=1)
     found = run_module(module, token_ids, torch.cat((reference.positions, beside), dim=1), ProbeStep())
@@ -410,7 +410,7 @@ def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_l
 
 
 def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end generation, from the generation config or else from the model config."""
+    """Return the tokens that end generation. The generation config takes precedence over the model config."""
     generation = getattr(module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:  # some configurations have no such field

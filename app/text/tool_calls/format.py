@@ -10,24 +10,24 @@ from app.text.tool_calls.own_readers import GemmaReader, OwnReader, PlainReader,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One format of calls. Each call is a JSON object with a name and arguments, or has the format of `own`."""
+    """One format of calls. Each call is a JSON object with a name and arguments, or is read by `own`."""
 
     name: str
-    begin: str = ""  # marker before calls; "" if the text has only calls
+    begin: str = ""  # marker before calls; "" if the text consists only of calls
     end: str = ""  # marker after each call, which a model may forget
-    lead: str = ""  # characters that may come between `begin` and the first call
-    separators: str = ""  # characters that may come between calls
-    may_begin_bare: bool = False  # the text may start with a call without a marker
-    may_follow_bare: bool = False  # a call may follow another call without a marker
+    lead: str = ""  # characters that are allowed between `begin` and the first call
+    separators: str = ""  # characters that are allowed between calls
+    may_begin_bare: bool = False  # whether a text may start with a call without a marker
+    may_follow_bare: bool = False  # whether a call may follow another one without a marker
     own: type[OwnReader] | None = None  # reader of calls that are not JSON objects
     arguments_key: str = "arguments"  # key of the arguments in the model's own templates
-    special_texts: tuple[str, ...] = ()  # texts that may be special tokens in the vocabulary
+    special_texts: tuple[str, ...] = ()  # texts that may be special tokens in a model's vocabulary
     id_prefix: str = "call_"
-    id_length: int = 24  # random characters of a call's id
+    id_length: int = 24  # number of random characters in a call's id
 
 
-# Nous Research's Hermes and Alibaba's Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Some models write one
-# closing brace too many.
+# Nous Research's Hermes and Alibaba's Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. The separator skips the
+# surplus closing brace that some models write.
 HERMES = ToolFormat(
     name="hermes",
     begin=CALL_BEGIN,
@@ -35,7 +35,7 @@ HERMES = ToolFormat(
     separators="}",
     special_texts=(CALL_BEGIN, CALL_END),
 )
-# Meta's Llama 3: {"name": …, "parameters": …}; {…} as the whole message, with or without its tag.
+# Meta's Llama 3: {"name": …, "parameters": …}; {…} as the whole message, with or without the tag before it.
 LLAMA3 = ToolFormat(
     name="llama3",
     begin="<|python_tag|>",
@@ -45,9 +45,10 @@ LLAMA3 = ToolFormat(
     arguments_key="parameters",
     special_texts=("<|python_tag|>",),
 )
-# The format of calls when structured output guarantees that the text has only calls.
+# The format used when structured output guarantees that the text consists only of calls.
 LIST = ToolFormat(name="list", lead="[", separators=",]", may_follow_bare=True)
-# Mistral: [TOOL_CALLS][{"name": …, "arguments": …}, …], newer models [TOOL_CALLS]f[ARGS]{…}. Templates need short ids.
+# Mistral: [TOOL_CALLS][{"name": …, "arguments": …}, …], newer models [TOOL_CALLS]f[ARGS]{…}. The templates require ids
+# of 9 characters.
 MISTRAL = replace(
     LIST,
     name="mistral",

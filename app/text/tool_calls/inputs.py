@@ -1,4 +1,4 @@
-"""Calls of custom tools, which take plain text. A model calls such a tool as a function with `{"input": "…"}`."""
+"""Calls of custom tools, which accept plain text. A model calls such a tool as a function with `{"input": "…"}`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from app.text.tool_calls.parser import CallParser, CallPiece, Parsed
 from app.text.tool_calls.readers import decoded_string
 
 INPUT_KEY = "input"  # key of the function's only argument
-_BEGIN = f'{{"{INPUT_KEY}":"'  # without white space
-_MAX_BEGIN = 1024  # characters, with white space
-# Matches complete characters and escapes. Half of a surrogate pair is incomplete until the next characters arrive.
+_BEGIN = f'{{"{INPUT_KEY}":"'  # a model may add white space
+_MAX_BEGIN = 1024  # characters, including white space
+# Matches complete characters and escapes. An escaped high surrogate is incomplete until the next characters arrive.
 _COMPLETE = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*",
@@ -20,7 +20,7 @@ _COMPLETE = re.compile(
 
 
 class InputParser:
-    """Replaces the arguments in calls of custom tools by the input text, which is decoded while it arrives."""
+    """Replaces the arguments of custom tool calls by their input text, which is decoded while it arrives."""
 
     def __init__(self, parser: CallParser, names: Collection[str]) -> None:
         self._parser = parser
@@ -59,15 +59,15 @@ class InputParser:
 
 
 class InputReader:
-    """Reads the text from arguments `{"input": "…"}`. Arguments in any other form are themselves the text."""
+    """Extracts the text from arguments `{"input": "…"}`. Arguments in any other form are passed through as the text."""
 
     def __init__(self) -> None:
-        self._held = ""  # the start of the object or of an escape
-        self._is_inside: bool | None = None  # inside the string; None: not known yet
+        self._held = ""  # an incomplete prefix of the object or of an escape
+        self._is_inside: bool | None = None  # whether the string has begun; None while that is undecided
         self._has_ended = False
 
     def push(self, written: str) -> str:
-        """Take the next characters and return the text in them."""
+        """Read the next characters of the arguments and return the text that they add."""
         self._held += written
         if self._is_inside is None:
             self._begin()
@@ -82,7 +82,7 @@ class InputReader:
         return decoded_string(f'"{complete[0]}"') or ""
 
     def flush(self) -> str:
-        """Return the text that was held back, without an incomplete escape. Call this after the last piece."""
+        """Return the text that is still held back, except an incomplete escape. Call this after the last piece."""
         held, self._held = self._held, ""
         return "" if self._is_inside else held
 

@@ -1,4 +1,4 @@
-"""Converts values in the notations of Python, JSON and Gemma to JSON while they arrive."""
+"""Converts values in Python's, JSON's and Gemma's notation to JSON while they arrive."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import re
 import sys
 from string import hexdigits
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tool_calls.readers import JsonPlace
 
-_MARK = '<|"|>'  # Gemma's quote; text between two such quotes has no escapes
+_MARK = '<|"|>'  # Gemma's quote mark; text between two of these marks has no escapes
 _OPENED = {"{": "{", "[": "[", "(": "["}
 _CLOSED = {"}": "}", "]": "]", ")": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _ESCAPES = {"'": "'", '"': '\\"', "\\": "\\\\", **{letter: f"\\{letter}" for letter in "nrtbf"}}
-_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits in each kind of escape
+_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}  # hexadecimal digits after each kind of escape
 
 
 class JsonWriter:
-    """Converts one value to JSON, character by character. The writer does not check that the result is JSON.
+    """Converts one value to JSON, character by character. Does not check that the result is valid JSON.
 
-    A word that is neither a number nor a constant becomes a string, and so does a member name without quotes.
+    A word that is neither a number nor a constant, such as a member name without quotes, becomes a string.
     """
 
     def __init__(self) -> None:
-        self.unread = ""  # characters that looked like the start of a quote mark; only after BEYOND
+        self.unread = ""  # characters that looked like a prefix of a quote mark; set only after BEYOND
         self._written: list[str] = []
         self._depth = 0
-        self._has_ended = False  # a value outside brackets is complete
-        self._needs_comma = False  # a comma was read, and no value after the comma
+        self._has_ended = False  # whether a value outside brackets is complete
+        self._needs_comma = False  # whether a comma was read, but not the value after it
         self._word: list[str] = []
         self._quote = ""  # opening quote of the current string
-        self._held = ""  # may be the start of a quote mark
-        self._escape = ""  # the part of the current escape that was read
+        self._held = ""  # a possible prefix of a quote mark
+        self._escape = ""  # the part of the current escape that has been read
 
     def take(self) -> str:
-        """Return the JSON that is new since the last call."""
+        """Return the JSON written since the last call."""
         written, self._written = "".join(self._written), []
         return written
 
     def advance(self, character: str) -> JsonPlace:
-        """Take the next character. If the character is BEYOND, the value before it has been written."""
+        """Convert the next character. BEYOND means that the value ended before this character."""
         if self._quote:
             return self._in_text(character)
         if self._held or character == "<":
@@ -92,13 +92,13 @@ class JsonWriter:
                 self._written.append('"')
                 self._quote, self._held, self._has_ended = "", "", not self._depth
             else:
-                num_held = num_begun(self._held, self._quote)
+                num_held = partial_match_length(self._held, self._quote)
                 said, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
                 self._written.append(json.dumps(said, ensure_ascii=False)[1:-1])
         return JsonPlace.INSIDE
 
     def _in_escape(self, character: str) -> None:
-        """Read an escape as Python does: a backslash before a character that forms no escape is a backslash."""
+        """Read an escape by Python's rules: a backslash that begins no valid escape is a plain backslash."""
         self._escape += character
         kind, digits = self._escape[1], self._escape[2:]
         num_digits = _NUM_DIGITS.get(kind, 0)
@@ -136,7 +136,7 @@ class JsonWriter:
 
 
 def _in_json(escape: str, code: int) -> str:
-    """Return a complete Python escape in the form of a JSON string. code: the character, for an escape with digits."""
+    """Return a complete Python escape as part of a JSON string. `code` is the character that its digits encode."""
     if escape[1] not in _NUM_DIGITS:
         return _ESCAPES.get(escape[1]) or json.dumps(escape, ensure_ascii=False)[1:-1]
     if code < 0x10000:
@@ -145,7 +145,7 @@ def _in_json(escape: str, code: int) -> str:
 
 
 def as_json(written: str) -> str:
-    """Return a value as JSON: JSON stays as it is, a Python value is converted, and other text becomes a string."""
+    """Return a value as JSON: keeps valid JSON, converts Python values, and turns other text into a string."""
     if _is_json(written):
         return written.strip()
     if written.lstrip()[:1] in ("{", "[", "(") or written.strip() in _WORDS:

@@ -1,6 +1,6 @@
-"""Readers of calls that are not JSON objects, for families of models with their own formats, character by character.
+"""Readers of calls that are not JSON objects, for families of models with formats of their own.
 
-Arguments are always converted to JSON, so a client sees one format for all models.
+They read character by character and convert the arguments to JSON, so that clients see one format for all models.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tool_calls.literals import JsonWriter, as_json
 from app.text.tool_calls.readers import JsonEnd, JsonPlace, Reading
 
-# The names of the arguments that can only be strings, by tool.
+# Maps each tool to the names of its arguments that can only be strings.
 Texts = Mapping[str, Collection[str]]
 NO_TEXTS: Texts = MappingProxyType({})
 
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
-_MAX_UNDECIDED = 64 * 1024  # characters of an argument that may be JSON; a longer argument is a string
+_MAX_UNDECIDED = 64 * 1024  # an argument with more characters is a string, even if it looks like JSON
 
 
 def is_of_name(character: str) -> bool:
-    """Return whether a function name may contain this character."""
+    """Return whether this character is allowed in a function name."""
     return character.isascii() and (character.isalnum() or character in "_.-")
 
 
 class OwnReader:
-    """Base class of a `CallReader` for one family's format of calls."""
+    """Base class for a `CallReader` that reads one family's format."""
 
-    may_follow = False  # a call may follow another call without a marker
+    may_follow = False  # whether a call may follow another one without a marker
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         self.name: str | None = None
         self.unread = ""
         self._texts = texts
-        self._arguments: list[str] = []  # JSON that was read and not taken yet
-        self._num_arguments = 0  # arguments that have started, in formats that write arguments one by one
+        self._arguments: list[str] = []  # JSON that `take_arguments` has not returned yet
+        self._num_arguments = 0  # arguments that have started, in formats that write them one by one
 
     @staticmethod
     def begins_with(character: str) -> bool:
@@ -44,7 +44,7 @@ class OwnReader:
         raise NotImplementedError
 
     def advance(self, character: str) -> Reading:
-        """Take the next character; see `CallReader.advance`."""
+        """See `CallReader.advance`."""
         raise NotImplementedError
 
     def take_arguments(self) -> str:
@@ -52,7 +52,7 @@ class OwnReader:
         return arguments
 
     def _begin_key(self, function: str, key: str) -> None:
-        """Start an argument. Sets `name`, because a text with an argument is certainly a call."""
+        """Begin an argument. Sets `name`, because a text with an argument is certainly a call."""
         self.name = function
         comma = ", " if self._num_arguments else "{"
         self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
@@ -64,12 +64,12 @@ class OwnReader:
 
 
 class PlainReader(OwnReader):
-    """Reads `f{…}` or `f[ARGS]{…}`, perhaps with `[CALL_ID]…` in between: the format of newer Mistral models."""
+    """Reads `f{…}` or `f[ARGS]{…}`, optionally with `[CALL_ID]…` in between, the format of newer Mistral models."""
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
         self._written_name: list[str] = []
-        self._tag: list[str] = []  # the part of `[ARGS]` or `[CALL_ID]…` that was read
+        self._tag: list[str] = []  # the part of `[ARGS]` or `[CALL_ID]…` that has been read
         self._end = JsonEnd()
 
     @staticmethod
@@ -94,7 +94,7 @@ class PlainReader(OwnReader):
     def _in_tag(self, character: str) -> Reading:
         self._tag.append(character)
         if len(self._tag) > len(_CALL_ID):
-            return Reading.MORE  # an identifier
+            return Reading.MORE  # within the call's id
         begun = "".join(self._tag)
         is_known = any(tag.startswith(begun) or begun.startswith(tag) for tag in (_ARGS, _CALL_ID))
         return Reading.MORE if is_known else Reading.NO_CALL
@@ -114,11 +114,11 @@ class PlainReader(OwnReader):
 
 
 class TagReader(OwnReader):
-    """Reads `<function=f><parameter=a>…</parameter></function>`: the format of Qwen3-Coder, Qwen3.5 and Nemotron 3.
+    """Reads `<function=f><parameter=a>…</parameter></function>`, the format of Qwen3-Coder, Qwen3.5 and Nemotron 3.
 
     An argument is written between its tags without quotes; a line end beside a tag belongs to the tag. An argument that
-    can only be a string is returned while it arrives. Any other argument is JSON if it is valid JSON or a Python value
-    (templates also write `True`), and otherwise a string.
+    can only be a string streams while it arrives. Any other argument is a value if it is valid JSON or a Python value
+    (some templates write `True`), and otherwise a string.
     """
 
     _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -126,11 +126,11 @@ class TagReader(OwnReader):
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
-        # A function of the class: a bound method would be a reference cycle.
+        # Store a plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[TagReader, str], Reading] = TagReader._in_function_tag
         self._function = ""
-        self._held = ""  # may be the start of a tag
-        self._value: list[str] | None = None  # an argument that may be JSON; None: a string that is returned at once
+        self._held = ""  # a possible prefix of a tag
+        self._value: list[str] | None = None  # an argument that may be JSON; None while a string streams
         self._num_undecided = 0  # characters of `_value`
 
     @staticmethod
@@ -178,7 +178,7 @@ class TagReader(OwnReader):
         if self._held in self._PARAMETER_ENDS:
             self._end_argument()
             return Reading.MORE
-        num_held = max(num_begun(self._held, end) for end in self._PARAMETER_ENDS)
+        num_held = max(partial_match_length(self._held, end) for end in self._PARAMETER_ENDS)
         said = self._held[: len(self._held) - num_held]
         self._held = self._held[len(said) :]
         self._say(said)
@@ -202,7 +202,7 @@ class TagReader(OwnReader):
         self._held, self._advance = "", TagReader._between_tags
 
     def _broken(self) -> Reading:
-        """Handle a text that is no valid tag. A call that already has an argument ended before this text."""
+        """Handle text that is not a valid tag. If the call already has an argument, it ended before this text."""
         if self.name is None:
             return Reading.NO_CALL
         self.unread = self._held[:-1]
@@ -214,13 +214,13 @@ class TagReader(OwnReader):
 
 
 class PythonReader(OwnReader):
-    """Reads `f(a=1, b='x')`: the format of LFM2, in a list."""
+    """Reads `f(a=1, b='x')`, the format of LFM2, which writes its calls in a list."""
 
     may_follow = True
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
-        # A function of the class: a bound method would be a reference cycle.
+        # Store a plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[PythonReader, str], Reading] = PythonReader._in_function
         self._function: list[str] = []
         self._key: list[str] = []
@@ -289,7 +289,7 @@ class PythonReader(OwnReader):
 
 
 class GemmaReader(OwnReader):
-    """Reads `call:f{a:1,b:<|"|>x<|"|>}`: the format of Gemma 4. Strings are written between marks, without escapes."""
+    """Reads `call:f{a:1,b:<|"|>x<|"|>}`, the format of Gemma 4. Strings are written between marks, without escapes."""
 
     _BEGIN = "call:"
 
@@ -322,10 +322,10 @@ class GemmaReader(OwnReader):
 
 
 def _is_beginning(text: str, of: str) -> bool:
-    """Return whether `text` is a start of `of`, or continues `of` without ending in `<` or a line end."""
+    """Return whether `text` is a prefix of `of`, or begins with `of` and does not end in `<` or a line end."""
     return of.startswith(text) or (text.startswith(of) and text[-1] not in "<\n")
 
 
 def _escaped(text: str) -> str:
-    """Return a text as the inside of a JSON string, without quotes."""
+    """Escape a text for use inside a JSON string. The result has no quotes around it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

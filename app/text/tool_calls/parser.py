@@ -5,51 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tool_calls.format import ToolFormat
 from app.text.tool_calls.own_readers import NO_TEXTS, Texts
 from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, Reading
 
-# Limit of white space characters that are held back until it is clear whether a marker follows.
+# The most white space characters that are held back until it is clear whether a marker follows.
 MAX_HELD_BLANKS = 1024
 
 
 class CallPiece(NamedTuple):
     """A new part of one call: its name, only in the first piece, and more of its arguments."""
 
-    number: int  # the number of the call, from 0
+    number: int  # the call's position in the text, from 0
     name: str | None
-    arguments: str  # for a custom tool, the input
+    arguments: str  # the input if the call is for a custom tool
     is_custom: bool = False
 
 
 class Parsed(NamedTuple):
-    """Text for the user, and the parts of calls after this text: at most one piece for each call."""
+    """Text for the user, followed by parts of calls, with at most one piece per call."""
 
     text: str
     calls: tuple[CallPiece, ...]
 
 
 class CallParser(Protocol):
-    """Separates one text from its calls."""
+    """Separates the calls in one output from its text."""
 
     @property
     def has_calls(self) -> bool:
-        """Whether the text had a call so far."""
+        """Whether a call has been found so far."""
 
     @property
     def is_done(self) -> bool:
         """Whether the parser ignores all further text."""
 
     def push(self, text: str) -> list[Parsed]:
-        """Take the next piece of text; return the text and calls in it, in order."""
+        """Parse the next piece of the output. Returns its text and calls in order."""
 
     def flush(self) -> list[Parsed]:
-        """Return the text and calls that were held back. Call this method after the last piece."""
+        """Return the text and calls that are still held back. Call this after the last piece."""
 
 
 class ArgumentsParser:
-    """A parser for a text that has only the arguments of one function, or the input of a custom tool."""
+    """A parser for output that consists only of one function's arguments or a custom tool's input."""
 
     def __init__(self, name: str, *, is_custom: bool = False) -> None:
         self._name = name
@@ -69,11 +69,11 @@ class ArgumentsParser:
 
 
 class ToolParser:
-    """Separates a text from calls in one format.
+    """Separates calls in one format from the text around them.
 
-    A part that turns out not to be a call is returned as text, with its markers. White space around calls and the
-    separators of calls belong to the format and are dropped, up to a length. The parser raises no errors. Its time is
-    linear in the length of the text, and the held back text has a limit.
+    Text that turns out not to be a call is returned as text, with its markers. White space around calls and separators
+    between them belong to the format and are dropped, up to a limit. The parser raises no errors. Its time is linear in
+    the length of the text, and the text that it holds back is limited.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class ToolParser:
         raw_names: Collection[str] = (),
         texts: Texts = NO_TEXTS,
     ) -> None:
-        """`names`: the names of the offered tools. `only_first`: the text ends with the first call.
+        """`names` are the names of the offered tools. With `only_first`, everything after the first call is ignored.
 
-        `is_strict`: an object without a marker is a call only if it starts exactly as the grammar of strict calls
-        requires, so that the model cannot call a tool without that grammar. `raw_names`: tools with calls that take the
-        rest of the text, with empty arguments and then the input from the next line on. `texts`: the arguments that
-        can only be strings, by tool, for formats that do not distinguish strings from numbers.
+        With `is_strict`, an object without a marker is a call only if it starts exactly as the grammar of strict calls
+        requires, so that the model cannot avoid the grammar. `raw_names` are tools whose calls have empty arguments and
+        then an input, from the next line to the end of the text. `texts` are the arguments that can only be strings, by
+        tool, for formats that do not distinguish strings from numbers.
         """
         self._form = form
         self._names = names
@@ -99,15 +99,15 @@ class ToolParser:
         self._is_strict = is_strict
         self._raw_names = raw_names
         self._texts = texts
-        # A function of the class: a bound method would be a reference cycle.
+        # Store a plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[ToolParser, str], None] = ToolParser._in_text if form.begin else ToolParser._in_lead
         self._blanks: list[str] = []  # white space held back before a possible marker
-        self._num_opened = 0  # characters of the opening marker at the end of the text
-        self._raw: list[str] = []  # the current call, while it may turn out not to be a call
+        self._num_opened = 0  # length of the opening marker's prefix at the end of the text
+        self._raw: list[str] = []  # the current call's characters, while it may turn out not to be a call
         self._reader: CallReader = ObjectReader()
-        self._num_closed = 0  # characters of the closing marker that were read
-        self._is_closed = False  # the closing marker was read since the last call
-        self._num_begun = 0  # calls with a known name
+        self._num_closed = 0  # how many characters of the closing marker have been read
+        self._is_closed = False  # whether the closing marker was read after the last call
+        self._num_begun = 0  # number of calls with a known name
         self._has_text = False
         self._is_done = False
         self._text: list[str] = []
@@ -140,7 +140,7 @@ class ToolParser:
 
     @property
     def _is_uncertain(self) -> bool:
-        """Whether the call that is being read may still turn out to be none."""
+        """Whether the call that is being read may still turn out to be text."""
         return self._advance is ToolParser._in_call and self._reader.name is None
 
     def _taken(self) -> list[Parsed]:
@@ -166,12 +166,12 @@ class ToolParser:
             return
         begin, num_before = self._form.begin, self._num_opened
         held = begin[:num_before] + character
-        self._num_opened = num_begun(held, begin)
+        self._num_opened = partial_match_length(held, begin)
         if held == begin:
             self._raw, self._blanks = [*self._blanks, begin], []
             self._num_opened = 0
             self._advance = ToolParser._in_lead
-        elif self._num_opened <= num_before:  # the held characters, or the first of them, are no marker but text
+        elif self._num_opened <= num_before:  # at least the first held characters are text, not a marker
             self._say_certain(held, num_held=self._num_opened)
 
     def _may_begin_unmarked(self) -> bool:
@@ -180,7 +180,7 @@ class ToolParser:
         return not self._is_strict or all(blank in BLANKS for blank in self._blanks)
 
     def _say_certain(self, text: str, *, num_held: int) -> None:
-        """Add the held white space and `text`, without its last `num_held` characters and white space before them."""
+        """Emit the held white space and `text`, except its last `num_held` characters and white space before them."""
         said = text[: len(text) - num_held]
         if not said.isspace():
             kept = said.rstrip()
@@ -199,7 +199,7 @@ class ToolParser:
         return NameFirstReader(self._names) if self._is_strict else ObjectReader(self._names)
 
     def _in_lead(self, character: str) -> None:
-        """Take a character between the marker and the first call."""
+        """Handle a character between the marker and the first call."""
         if len(self._raw) >= 2 * MAX_HELD_BLANKS:  # includes white space before the marker
             self._give_up(character)
         elif character.isspace() or character in self._form.lead:
@@ -223,8 +223,8 @@ class ToolParser:
     def _in_call(self, character: str) -> None:
         was_certain = self._reader.name is not None
         reading = self._reader.advance(character)
-        # Limit of the characters of a call that are held back until its name and the start of its arguments are read;
-        # a longer call is text. Arguments before the name, and arguments that are written as a string, count.
+        # The most characters of a call that are held back until its name and the beginning of its arguments are read; a
+        # longer call becomes text. Arguments before the name, and arguments written as a string, count as well.
         max_uncertain = 256 * 1024
         if reading is Reading.NO_CALL or (not was_certain and len(self._raw) >= max_uncertain):
             self._give_up(character)
@@ -265,7 +265,7 @@ class ToolParser:
             self._calls.append(CallPiece(self._num_begun - 1, None, arguments))
 
     def _after_call(self, character: str) -> None:
-        """Take a character after a call. Separators and closing markers are not text."""
+        """Handle a character after a call. Separators and closing markers are dropped."""
         end, form = self._form.end, self._form
         if self._num_closed < len(end) and character == end[self._num_closed]:
             self._num_closed = (self._num_closed + 1) % len(end)
@@ -282,9 +282,9 @@ class ToolParser:
             self._back_to_text(character)
 
     def _give_up(self, character: str) -> None:
-        """Treat the characters read so far as text. A call may still start in the last of these characters."""
+        """Emit the characters as text, because they are not a call. A marker's prefix at their end may begin one."""
         raw, self._raw = "".join(self._raw), []
-        num_held = num_begun(raw, self._form.begin) if self._form.begin else 0
+        num_held = partial_match_length(raw, self._form.begin) if self._form.begin else 0
         self._say(raw[: len(raw) - num_held])
         self._back_to_text(raw[len(raw) - num_held :] + character)
 
@@ -296,7 +296,6 @@ class ToolParser:
 
 
 def _merged(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
-    """Merge pieces into one piece for each call."""
     calls: dict[int, CallPiece] = {}
     for piece in pieces:
         before = calls.get(piece.number)

@@ -1,9 +1,9 @@
-"""Readers of one call as a JSON object, character by character. `own_readers.py` has readers for other formats.
+"""Readers of one call as a JSON object, character by character. `own_readers.py` contains readers for other formats.
 
-A JSON parser cannot be used: a client gets the arguments exactly as the model writes them, while they arrive, and
-models write text that a parser refuses (line breaks in strings, lone surrogates). So a reader only finds the end of a
-value, and decodes only names and arguments that are written as strings. Each character costs the same time, however
-long the call is.
+A JSON parser is not suitable: clients receive the arguments exactly as the model writes them, while they arrive, and
+models write text that a parser refuses (line breaks in strings, lone surrogates). Therefore a reader only finds where
+values end, and decodes only names and arguments that are written as strings. Each character takes constant time,
+however long the call is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class Reading(Enum):
-    """The meaning of one character."""
+    """The reader's verdict on one character."""
 
     MORE = auto()  # the character belongs to the call, and the call continues
     DONE = auto()  # the character ends the call
@@ -27,39 +27,39 @@ class Reading(Enum):
 
 
 class CallReader(Protocol):
-    """Reads one call. The caller takes the arguments piece by piece."""
+    """Reads one call, whose arguments the caller takes piece by piece."""
 
-    name: str | None  # None until it is certain that the text is a call
-    unread: str  # characters before the last one that do not belong to the call either; only set after BEYOND
+    name: str | None  # None until the text is certainly a call
+    unread: str  # characters before the last one that do not belong to the call either; set only after BEYOND
 
     def advance(self, character: str) -> Reading:
-        """Take the next character. Do not call this method again after a result other than MORE."""
+        """Read the next character. Do not call this again after a result other than MORE."""
 
     def take_arguments(self) -> str:
-        """Return the arguments that are new since the last call."""
+        """Return the part of the arguments that was read since the last call."""
 
 
 class ObjectReader:
     """Reads `{"name": "f", "arguments": {…}}`. The key may also be `parameters`; other members are skipped.
 
-    Arguments in an object stream while they arrive, if the name came first. Arguments that are written as a string are
-    decoded. Broken JSON after the name and the start of the arguments does not undo the call: the arguments then end
-    before the broken part.
+    If the name comes first, an object of arguments streams while it arrives. Arguments that are written as a
+    string are decoded. If the JSON breaks after the name and the beginning of the arguments, the call remains valid,
+    and its arguments end before the broken part.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """`names`: a call must have arguments and one of these names. Needed if no marker shows that JSON is a call."""
+        """If no marker shows that an object is a call, pass `names`: a call must have one of them, and arguments."""
         self.name: str | None = None
         self.unread = ""
         self._names = names
         self._written_name: str | None = None
-        self._arguments: list[str] | None = None  # arguments that were read and not taken yet
-        # A function of the class: a bound method would be a reference cycle.
+        self._arguments: list[str] | None = None  # arguments that `take_arguments` has not returned yet
+        # Store a plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[ObjectReader, str], Reading] = ObjectReader._open
         self._key = ""
         self._value: list[str] = []
         self._end = JsonEnd()
-        self._streams = False  # the current value goes to the arguments while it is read
+        self._streams = False  # whether the current value is added to the arguments while it is read
 
     def advance(self, character: str) -> Reading:
         return self._advance(self, character)
@@ -134,7 +134,7 @@ class ObjectReader:
             self._arguments.append(character)
 
     def _finish_value(self) -> bool:
-        """Store the value that has ended. Returns False if this value shows that the object is not a call."""
+        """Store the value that has ended. Returns False if it shows that the object is not a call."""
         if self._streams:
             self._streams = False
         elif self._key == "name" and self._written_name is None:
@@ -161,7 +161,7 @@ class ObjectReader:
         return Reading.DONE
 
     def _broken(self) -> Reading:
-        """Handle text that is not JSON. A call that already has a name and arguments ended before this text."""
+        """Handle text that is not JSON. If the call already has a name and arguments, it ended before this text."""
         is_call = self._arguments is not None and self._close() is Reading.DONE
         return Reading.BEYOND if is_call else Reading.NO_CALL
 
@@ -170,7 +170,7 @@ class ObjectReader:
 
 
 class NameFirstReader(ObjectReader):
-    """Reads only objects that start with exactly `{"name": "f"`, with any white space in between, as calls."""
+    """Accepts an object as a call only if it starts with exactly `{"name": "f"`, apart from white space."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -198,9 +198,9 @@ class JsonPlace(Enum):
 
 
 class JsonEnd:
-    """Finds the end of one value by its brackets and quotes, without checking that the text between them is JSON.
+    """Finds the end of one value by its brackets and quotes. Does not check that the text between them is JSON.
 
-    A `<` outside strings is not JSON: it starts the marker that ends a call with open brackets.
+    A `<` outside of strings ends the value, because it begins the marker after a call whose brackets are not closed.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class JsonEnd:
         self._is_escaped = False
 
     def advance(self, character: str) -> JsonPlace:
-        """Take the next character. The first call takes the first character of the value."""
+        """Read the next character. The first call must pass the first character of the value."""
         if self._is_in_string:
             return self._in_string(character)
         if character == "<" or (self._depth == 0 and (character in ",]}" or (self._has_begun and character.isspace()))):
@@ -237,9 +237,9 @@ class JsonEnd:
 
 
 def decoded_string(written: str) -> str | None:
-    """Return the value of a JSON string; None for any other text.
+    """Return the value of a JSON string, or None for any other text.
 
-    A lone `\\ud800` is no character. It becomes U+FFFD, because text with a lone surrogate cannot be encoded in UTF-8.
+    A lone surrogate, such as `\\ud800`, becomes U+FFFD, because UTF-8 cannot encode it.
     """
     if not written.startswith('"'):
         return None
@@ -251,6 +251,6 @@ def decoded_string(written: str) -> str | None:
 
 
 def _as_arguments(written: str) -> str:
-    """Return arguments that are no object: the value of a string, `{}` for null or blanks, other text unchanged."""
+    """Convert arguments that are not streamed: decode a string, turn null or blanks into `{}`, keep other text."""
     said = decoded_string(written)
     return "{}" if written == "null" or not (written if said is None else said).strip() else said or written

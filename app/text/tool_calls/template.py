@@ -1,4 +1,4 @@
-"""Finds the format of calls in the model's own chat template by reading back a call that the template wrote."""
+"""Detects a model's format of calls: lets its chat template write a call and tries which format reads the call."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CALL: dict[str, Any] = {
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
-    """Return the format that reads back a call that the template wrote, or None if no format does."""
+    """Return the format that can read a call written by the model's template, or None if no format can."""
     try:
         before = tokenizer.render_chat([_QUESTION])
         written = tokenizer.render_chat([_QUESTION, _CALL], add_generation_prompt=False)
     except InvalidRequest:
         return None
-    if not written.startswith(before):  # some templates start the turn in another way; the call is in the rest
+    if not written.startswith(before):  # some templates begin a finished turn differently than a generated one
         before = tokenizer.render_chat([_QUESTION], add_generation_prompt=False)
     answer = written.removeprefix(before)
     return next((form for form in FORMATS.values() if _reads(form, answer)), None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.service.decisions import Fact, calibration, model_info
+from benchmarks.service.decisions import Fact, calibration, facts
 
 
 def test_half_of_each_kind_are_true_and_the_text_says_so() -> None:
-    found = model_info(400, seed=3)
+    found = facts(400, seed=3)
     assert Counter((fact.kind, fact.is_true) for fact in found) == {
         (kind, is_true): 100 for kind in ("numbers", "lists") for is_true in (True, False)
     }
@@ -19,7 +19,7 @@ def test_half_of_each_kind_are_true_and_the_text_says_so() -> None:
             assert (first > second) == fact.is_true
         else:
             assert (fact.statement.split()[3] in words[2:]) == fact.is_true
-    assert found == model_info(400, seed=3)
+    assert found == facts(400, seed=3)
 
 
 def test_figures_of_probabilities() -> None:

@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_are_those_of_generate(backend: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda _: True))
     monkeypatch.setattr("app.model.implementations.gpu.CudaCapture", lambda _: RunAgain())
-    for module in ("ways.transformers_code", "cuda.attention"):
+    for module in ("implementations.transformers_code", "cuda.attention"):
         monkeypatch.setattr(f"app.model.{module}.LARGEST_TILE", TILE)
     config = config_of(
         path, cache={"block_size": 4, "num_blocks": 34}, dtype="float32", backend=backend,

@@ -61,11 +61,11 @@ def test_memory_that_is_given_up_is_not_touched(tensors: list[torch.Tensor]) -> 
     blocks = DeviceBlocks(tensors)
     buffer = blocks.new_buffer()
     with blocks.copies() as copies:
-        blocks.leave()
+        blocks.suspend()
         assert not blocks.is_there
         assert not copies.take(0, buffer)
         assert not copies.put(0, buffer)
-        blocks.come_back()
+        blocks.resume()
         assert copies.take(0, buffer)
 
 

@@ -206,7 +206,7 @@ def test_weights_from_files_a_layer_at_a_time_are_those_of_the_whole_model(
     with monkeypatch.context() as patch:
         patch.setattr(own_code, "read_module", None)
         model = load(path)
-    for room in ("source", "ways.transformers_code"):
+    for room in ("source", "implementations.transformers_code"):
         monkeypatch.setattr(f"app.model.{room}.mapped_model", lambda *_: None)
     whole = load(path)
     assert (model.model_info, model.layers) == (whole.model_info, whole.layers)

@@ -177,7 +177,7 @@ def test_sleep_pins_as_many_bytes_of_the_host_as_the_weights_have_and_gives_them
     away = HostCopy(weights, ())  # type: ignore[arg-type]
     assert [each.own.nbytes() for each in weights] == [0, 0, 0]
     assert sum(pinned.values()) == 129 + 200 + 65
-    away.come_back()
+    away.resume()
     assert not pinned
     assert [each.own.tolist() for each in weights] == [list(range(size)) for size in (129, 200, 65)]
 
