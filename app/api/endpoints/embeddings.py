@@ -6,7 +6,7 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from typing_extensions import TypedDict
@@ -17,7 +17,7 @@ from app.api.output.readouts import PromptUsage, ReadoutWriter, Vector, prompt_u
 from app.api.output.response_state import ResponseState
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
-from app.api.schemas.requests import ClassifyRequest, EmbeddingsRequest, TextsRequest
+from app.api.schemas.requests import EmbeddingsRequest, TextsRequest
 from app.engine.request import ModelInfo
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Rows
@@ -108,7 +108,7 @@ def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
         )
 
 
-def check_one_text(body: EmbeddingsRequest | ClassifyRequest) -> None:
+def check_one_text(body: Any) -> None:
     """Raise InvalidRequest for an item of a bulk run with several texts."""
     if body.input is not None and len(body.input) != 1:
         message = f"input holds {len(body.input):,} texts; an item has one text: write an item for each text"
