@@ -213,7 +213,7 @@ def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
     """Return whether the settings let replicas fetch KV memory from one another."""
     fetches = replicas.fetch_prefixes
     if fetches is None:
-        fetches = device_type == "cpu" or replicas.roles is not None
+        fetches = device_type == "cpu" or replicas.prefill_replicas is not None
     return fetches and replicas.max_replicas > 1
 
 
@@ -223,7 +223,7 @@ def _store_of(
     """Return the store that finds prefixes in a folder or on other replicas, or None if the settings ask for neither.
 
     If the runner cannot copy its KV memory, this function logs the reason and returns None.
-    Raises InvalidSetup if replicas have roles, because replicas with roles need such a store.
+    Raises InvalidSetup with `prefill_replicas`, because replicas with roles need such a store.
     """
     tiers, has_peers = config.cache.tiers, _has_peers(replicas, loaded.model.device.type)
     if not (tiers or has_peers):
@@ -231,10 +231,10 @@ def _store_of(
     memory = runner.kv_memory()
     if memory is None:
         reason = _why_blocks_stay(loaded, replicas)
-        if replicas.roles is not None:
+        if replicas.prefill_replicas is not None:
             raise InvalidSetup(
-                f"replicas.roles: replicas with roles fetch KV memory from one another, which does not work here: "
-                f"{reason}. Remove replicas.roles"
+                f"replicas.prefill_replicas: replicas for prefill and decode fetch KV memory from one another, which "
+                f"does not work here: {reason}. Remove replicas.prefill_replicas"
             )
         level = logging.WARNING if tiers else logging.INFO
         logger.log(level, "prefixes are neither stored in a folder nor fetched from other replicas: %s", reason)

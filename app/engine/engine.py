@@ -381,7 +381,7 @@ class Engine:
 
     def _new_tuner(self) -> Tuner | None:
         """Return a tuner that observes from now on, or None if the settings in force have no targets."""
-        if self._scheduler.config.targets is None:
+        if not self._scheduler.config.targets:
             return None
         tuner = Tuner(self._scheduler.config, running=self._scheduler.running, limit=self.limit)
         self._observers.append(tuner)

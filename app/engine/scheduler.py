@@ -552,7 +552,7 @@ class Scheduler:
             strategy=self.config.strategy.name,
             policy=self.config.policy.name,
             settings=self._settings,
-            batch_size=self._strategy.batch_size,
+            batch_size=self._strategy.batch_size(self.limits.max_running),
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self.fetches),
             num_waiting_tokens=self._waiting.num_tokens,

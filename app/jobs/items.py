@@ -10,12 +10,13 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, BinaryIO
 
 from app.batches import CHATS_PATH, COMPLETIONS_PATH, PIECE_BYTES
 from app.config import shown
+from app.engine.request import SamplingParams
 from app.jobs.job import InvalidItem, Item, ItemError
 from app.json_input import read_json
 
@@ -24,15 +25,14 @@ OpenFile = Callable[[], BinaryIO]
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 
-# Columns of a plain row that have the same meaning as in a request body. Any other column is ignored.
-SAMPLING_COLUMNS = (
-    "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop",
-    "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-    "response_format", "structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget",
-    "reasoning_effort",
-)  # fmt: skip
-# Sampling columns that may have texts. CSV cells of the remaining sampling columns are JSON: numbers, true, objects.
+# Columns of a plain row that may have texts. CSV cells of the other sampling columns are JSON: numbers, true, objects.
 TEXT_COLUMNS = ("stop", "reasoning_effort")
+# Columns of a plain row that have the same meaning as in a request body. Any other column is ignored. The field
+# `grammar` has other names in a body, and a row's answer has no log-probabilities.
+SAMPLING_COLUMNS = (
+    *(each.name for each in fields(SamplingParams) if each.name != "grammar" and "logprob" not in each.name),
+    *TEXT_COLUMNS, "max_completion_tokens", "response_format", "structured_outputs", "thinking_token_budget",
+)  # fmt: skip
 
 
 # One item

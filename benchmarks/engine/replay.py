@@ -284,7 +284,7 @@ def find_run(place: str) -> RecordedRun:
         if header.part != expected:
             raise BenchmarkError(
                 f"{file} is part {header.part} of its log and part {expected} is not there; an engine can only be run "
-                f"again from its start: keep more of the log with step_log.max_megabytes"
+                f"again from its start"
             )
         if header.run != headers[0].run:
             raise BenchmarkError(f"{file} is of run {header.run}, {files[0]} of run {headers[0].run}")

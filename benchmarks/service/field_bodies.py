@@ -17,6 +17,7 @@ from app.api.http.openapi import openapi_document
 from app.api.json_structure import MAX_STRINGS, MAX_STRUCTURE, MAX_VALUES
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig
+from app.engine.request import FILTERS
 
 Json = dict[str, Any]
 
@@ -47,8 +48,8 @@ _NEEDED: dict[str, Json] = {
 # The most work that a short body can ask for.
 _LARGE_ANSWER: Json = {
     "n": 128, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20, "echo": True, "return_token_ids": True,
-    "ignore_eos": True, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, "min_p": 0.1,
-    "top_k": 50, "top_p": 0.9, "include": ["message.output_text.logprobs"],
+    "ignore_eos": True, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, **FILTERS,
+    "include": ["message.output_text.logprobs"],
 }  # fmt: skip
 
 

@@ -40,10 +40,10 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 STRATEGIES: list[Any] = [
     "continuous",
     {"name": "hybrid", "prefill_share": 0.3},
-    {"name": "static", "batch_size": 3, "max_wait_ms": 40},
-    {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
-    {"name": "bucketed", "batch_size": 2, "max_wait_ms": 40, "bounds": [4, 8]},
-    {"name": "sorted", "batch_size": 3, "max_wait_ms": 40},
+    {"name": "static", "max_wait_ms": 40},
+    {"name": "dynamic", "max_wait_ms": 40},
+    {"name": "bucketed", "max_wait_ms": 40},
+    {"name": "sorted", "max_wait_ms": 40},
     {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
 ]
 POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from app.api.auth.limits import Account
 from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
-from app.api.pipelines.route import ByDecision, ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
+from app.api.pipelines.route import ByDecision, ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.api.pipelines.steps import CascadeStep, EnsembleStep, GenerateStep, RerankStep
 from app.api.prepared_request import ServedModel, by_any_name
@@ -185,14 +185,14 @@ class _Builder:
             case EnsembleStepConfig():
                 return EnsembleStep(name=name, targets=tuple(map(self._target, step.models)), choose=step.choose)
             case RouteStepConfig():
-                cases = tuple(RouteCase(self._target(case.model), case.preset or "") for case in step.cases)
-                return RouteStep(name=name, cases=cases, chooser=self._chooser(step))
+                targets = tuple(self._target(case.model) for case in step.cases)
+                return RouteStep(name=name, targets=targets, chooser=self._chooser(step))
         raise AssertionError(f"the config is checked, and {step.kind} does not answer")
 
     def _chooser(self, step: RouteStepConfig) -> Chooser:
-        if step.classifier is not None and step.by == "decision":
+        if step.classifier is not None and step.condition == "description":
             return ByDecision(self._models[step.classifier], [case.description or "" for case in step.cases])
-        if step.classifier is not None and step.has_labels:
+        if step.classifier is not None and step.condition == "values":
             return ByLabel(self._models[step.classifier], [case.values for case in step.cases[:-1]])
         if step.classifier is not None:
             return ByExample(self._models[step.classifier], [case.examples for case in step.cases])
@@ -210,10 +210,10 @@ def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -
         return "" if model.model_info.generates else "is an encoder, which cannot generate an answer"
     if isinstance(step, RerankStepConfig) and model.model_info.scores_pairs:
         return ""
-    if isinstance(step, RouteStepConfig) and step.by == "decision":
+    if isinstance(step, RouteStepConfig) and step.condition == "description":
         chats = model.model_info.generates and model.tokenizer.has_chat_template
         return "" if chats else "has no chat template, so it cannot answer questions"
-    if isinstance(step, RouteStepConfig) and step.has_labels:
+    if isinstance(step, RouteStepConfig) and step.condition == "values":
         wrong = {value for case in step.cases for value in case.values} - {*model.model_info.labels}
         return f"has no label {min(wrong)!r}: it has {', '.join(model.model_info.labels) or 'none'}" if wrong else ""
     if not model.gives_embeddings:

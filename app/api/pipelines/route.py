@@ -33,26 +33,14 @@ class Chooser(Protocol):
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RouteCase:
-    """A model or pipeline that may answer, and the preset of its replicas."""
-
-    target: Target
-    preset: str = ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteStep:
     """The step that chooses one of several cases, which then answers."""
 
     name: str
-    cases: tuple[RouteCase, ...]
+    targets: tuple[Target, ...]  # the model or pipeline of each case
     chooser: Chooser
     kind: str = "route"
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        return tuple(case.target for case in self.cases)
 
     @property
     def others(self) -> tuple[ServedModel, ...]:
@@ -62,11 +50,8 @@ class RouteStep:
     async def answer(self, run: PipelineRun) -> PendingAnswer:
         """Choose a case and return the answer of its target."""
         chosen = await self.chooser.choose(run, self)
-        case, run = self.cases[chosen.case], run.behind(chosen.report)
-        if case.preset:
-            start = await run.with_preset(case.preset).prepared(case.target, self)
-        else:
-            start = await run.prepared(case.target, self, known=chosen.prepared)
+        run = run.behind(chosen.report)
+        start = await run.prepared(self.targets[chosen.case], self, known=chosen.prepared)
         return await start()
 
 
@@ -79,7 +64,7 @@ class ByLength:
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
         known: dict[str, PreparedRequest | None] = {}  # by the model's name; None if its context is too short
         for index, most in enumerate(self.max_prompt_tokens):
-            target = step.cases[index].target
+            target = step.targets[index]
             model = target if isinstance(target, ServedModel) else target.answering_models[0]
             if model.name not in known:
                 known[model.name] = await _fitting(run, model)
@@ -87,7 +72,7 @@ class ByLength:
             if prepared is not None and prepared.num_prompt_tokens <= most:
                 report = run.note(step, case=index, num_prompt_tokens=prepared.num_prompt_tokens)
                 return Chosen(index, report, prepared)
-        last = len(step.cases) - 1
+        last = len(step.targets) - 1
         return Chosen(last, run.note(step, case=last))
 
 

@@ -139,13 +139,6 @@ class PipelineRun:
         size = self.size + sum(map(len, documents))
         return replace(self, body=body, size=size, sources=sources)
 
-    def with_preset(self, preset: str) -> PipelineRun:
-        """Return this run for replicas with this preset, unless the client's headers choose replicas."""
-        headers = self.context.headers
-        if any(headers.get(name) for name in _REPLICA_HEADERS):
-            return self
-        return replace(self, context=replace(self.context, headers={**headers, PRESET_HEADER: preset}))
-
     @property
     def question(self) -> str:
         """The last text of the user. Raises InvalidRequest if there is none."""

@@ -109,7 +109,7 @@ def traced(*max_tokens: int, runner_class: type[TimedRunner] = TimedRunner, **sc
 
 def test_static_batches_leave_slots_empty_while_others_wait_and_continuous_does_not() -> None:
     # Static: for three of five steps one of two slots is empty and two requests wait.
-    static = traced(1, 4, 1, 1, strategy={"name": "static", "batch_size": 2}, max_running=2)
+    static = traced(1, 4, 1, 1, strategy="static", max_running=2)
     assert static.bubble_share(2) == pytest.approx(3 / 10)
     assert traced(1, 4, 1, 1, max_running=2).bubble_share(2) == 0
 
