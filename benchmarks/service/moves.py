@@ -95,7 +95,7 @@ def _short(model: str, fetches: bool, source: random.Random) -> tuple[list[Answe
 def _roles(model: str, has_roles: bool, source: random.Random, *, prompt_tokens: int) -> tuple[list[Answer], Figures]:
     short = [_body(random_prompt(source, 32), _ROLE_TOKENS) for _ in range(_ROLE_STREAMS)]
     long = [_body(random_prompt(source, prompt_tokens), 8) for _ in range(_ROLE_PROMPTS)]
-    roles = {"prefill_replicas": 1} if has_roles else {}
+    roles: dict[str, Any] = {"prefill_replicas": 1} if has_roles else {}
     with service(_application(model, True, dispatch="least_loaded", **roles)) as running:
         prompts: list[Answer] = []
 
