@@ -143,9 +143,10 @@ class EngineWorker:
                 with self._changed:
                     self._book(deltas)
         except Exception as error:  # the device fails; the pool gives the items to other engines
-            logger.error("the engine failed with %d items: %s", len(self._answers), traceback_of(error))
+            num_items = len(set(self._answers.values()))
+            logger.error("the engine failed with %d items: %s", num_items, traceback_of(error))
             with self._changed:
-                self._failure = f"the engine failed with {len(self._answers):,} items: {described(error)}"
+                self._failure = f"the engine failed with {num_items:,} items: {described(error)}"
                 self._changed.notify_all()
 
     def _next_answers(self) -> list[_Answer] | None:

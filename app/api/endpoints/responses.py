@@ -75,7 +75,7 @@ def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], Prepared
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class RepeatedFields(TypedDict):  # the fields that repeat the request
+class RepeatedFields(TypedDict):  # the fields that repeat the request, in their order on the wire
     background: bool
     instructions: str | None
     max_output_tokens: int | None
@@ -143,28 +143,17 @@ class ResponsesWriter(Writer):
 
 
 def _of_body(body: ResponsesRequest) -> RepeatedFields:
-    return {
-        "background": body.background,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "metadata": body.metadata,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": body.previous_response_id,
+    repeated = {name: getattr(body, name) for name in RepeatedFields.__annotations__} | {
         "reasoning": body.reasoning.model_dump(),
-        "service_tier": body.service_tier,
-        "store": body.store,
-        "temperature": body.temperature,
         "text": {"format": body.text.format.as_json()},
         "tool_choice": body.tool_choice
         if isinstance(body.tool_choice, str)
         else body.tool_choice.model_dump(exclude_none=True),
         "tools": [tool.as_json() for tool in body.tools if not isinstance(tool, VendorTool)],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
-        "truncation": body.truncation,
         "user": body.user or None,
     }
+    return cast(RepeatedFields, repeated)
 
 
 def _namespaces(tools: Iterable[Json]) -> dict[str, tuple[str, str]]:

@@ -270,7 +270,7 @@ def test_a_row_that_makes_its_step_fail_fails_alone(room: Room) -> None:
 
 def test_a_device_that_fails_on_everything_is_told_and_no_row_is_blamed(room: Room) -> None:
     generator = room.generator(build_fake_engine(runner=PoisonedRunner("")))
-    generator.add([row(0), row(1)])
+    generator.add([row(0), two_requests(1)])
     with pytest.raises(EngineStopped, match="the engine failed with 2 items"):
         generator.collect(at_least=1, within_s=ENOUGH_S)
 
