@@ -87,7 +87,7 @@ ALLOWED = {
         "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_input",
         "app.json_pieces", "app.json_schema", "app.records", "app.text", "app.metrics", "app.usage", "app.versions",
         "app.engine.request", "app.engine.snapshot", "msgspec", "numpy", "starlette", "pydantic", "pydantic_core",
-        "python_multipart",
+        "python_multipart", "typing_extensions",
     },
     "app.api.pipelines": {
         "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",

@@ -84,6 +84,22 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             check_token_ids(token_ids, model, param)
 
 
+def check_bulk_answer(body: GenerationRequest, *, echo: bool = False) -> None:
+    """Raise InvalidRequest for an item of a bulk run with several answers, or with more than the text of an answer."""
+    if body.n != 1:
+        raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each answer", param="n")
+    if body.num_samples != 1:
+        raise InvalidRequest(f"best_of is {body.best_of}; an item has one answer: leave it out", param="best_of")
+    for name, is_asked in (
+        ("logprobs", body.asked_logprobs[1] is not None),
+        ("prompt_logprobs", body.prompt_logprobs is not None),
+        ("return_token_ids", body.return_token_ids),
+        ("echo", echo),
+    ):
+        if is_asked:
+            raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)
+
+
 def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestContext) -> SharedFields:
     """Return the fields shared by all prompts of a body, from `context.shared` if possible. Raises InvalidRequest."""
     if model.name in context.shared:

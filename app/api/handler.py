@@ -18,12 +18,13 @@ from pydantic_core import from_json
 
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
-from app.api.endpoints.table import ENDPOINTS, Endpoint
+from app.api.endpoints.endpoint import Endpoint
+from app.api.endpoints.table import ENDPOINTS
 from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
-from app.api.output.response_state import ResponseState
+from app.api.output.response_state import ResponseState, Writer
 from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_context import RequestContext
@@ -303,7 +304,7 @@ class RequestHandler:
     ) -> ItemOutcome:
         began_at = self.metrics.clock()
         context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at, begun=[])
-        outcome: Json | Exception
+        outcome: Mapping[str, Any] | Exception
         try:
             try:
                 state = await self._handle_shared(common, prompt, context)
@@ -362,11 +363,11 @@ class RequestHandler:
         )
 
     async def prepare_bulk_item(
-        self, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
-    ) -> tuple[QueuedRequest, PreparedRequest] | ItemResponse:
+        self, path: str, body: Mapping[str, Any]
+    ) -> tuple[Writer, PreparedRequest] | ItemResponse:
         """Prepare an item of a bulk run, which has engines of its own and no keys; return a refusal if it cannot run.
 
-        `check` raises InvalidRequest for fields that those engines do not support.
+        The writer of a response that is made of numbers writes the item's text.
         """
         request_id = uuid.uuid4().hex
         try:
@@ -375,10 +376,10 @@ class RequestHandler:
             parsed = await self.parse(body, size, endpoint.schema, account)
             model = self.names.answering(parsed, account)
             assert isinstance(model, ServedModel), "a bulk run has one model, and no pipelines"
-            check(parsed)
+            assert endpoint.check_bulk is not None, "the paths of items were checked"
+            endpoint.check_bulk(parsed)
             context = self.context(Reservation(account), request_id)
-            work = partial(endpoint.prepare, parsed, model, context)
-            return parsed, await self.threads.encode("", parsed.encoded_size(size), work)
+            return endpoint.writer(parsed), await self._prepare(endpoint, parsed, model, context, size, reserves=False)
         except Exception as error:
             return _refusal(error, request_id, path)
 
@@ -389,7 +390,7 @@ class ItemOutcome:
 
     index: int
     request_id: str
-    outcome: Json | Exception
+    outcome: Mapping[str, Any] | Exception
     latency_s: float
 
     @property

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from io import SEEK_END
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from pydantic_core import from_json
 
 from app.api.endpoints.responses import ResponseBuilder
 from app.api.http.errors import error_body, log_error
-from app.api.output.answer import Answer, ChoiceOutput, GrowingText
+from app.api.output.answer import Answer, ChoiceOutput, GrowingText, MoreUsage
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import ChatFormat, ChoicesBuilder, ChunkWriter, CompletionFormat, Format
 from app.api.output.response_state import ResponseState
@@ -108,7 +108,7 @@ class RecordedAnswer:
     def end(self) -> AnswerEnd:
         """Return the end of the answer. Only `/v1/responses` has the status "incomplete" for an output that was cut."""
         is_incomplete = self._is_cut and self._path == RESPONSES_PATH
-        return AnswerEnd("incomplete" if is_incomplete else "completed", None, self._state.more_usage())
+        return AnswerEnd("incomplete" if is_incomplete else "completed", None, dict(self._state.more_usage()))
 
 
 def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignored: tuple[str, ...]) -> ChoiceDelta:
@@ -258,8 +258,8 @@ class StoredAnswer(Answer):
     new: NewResponse
     end: AnswerEnd | None = None
 
-    def more_usage(self) -> Json:
-        return {} if self.end is None else self.end.more_usage
+    def more_usage(self) -> MoreUsage:
+        return MoreUsage() if self.end is None else cast(MoreUsage, self.end.more_usage)
 
 
 class AnswerReader:
@@ -431,7 +431,7 @@ class StoredObject:
         assert self.reader.answer is not None, "the first two records are read"
         return self.reader.answer
 
-    def as_json(self) -> Json:
+    def as_json(self) -> Mapping[str, Any]:
         """Return the object so far, with its `status`."""
         answer, end = self.answer, self.answer.end
         builder = self._made(answer)

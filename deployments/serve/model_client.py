@@ -12,14 +12,14 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import ServedModel
 from app.config import ServedModelConfig
-from app.engine.request import Generate, ModelInfo, Pooling
-from app.errors import InvalidSetup, Overloaded
+from app.engine.request import Generate, ModelInfo
+from app.errors import Overloaded
 from app.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
-from deployments.serve.settings import groups_of
+from deployments.serve.settings import groups_of, pooling_of
 from deployments.serve.transport import ServeTransport, to_carousel_error
 
 logger = logging.getLogger(__name__)
@@ -95,17 +95,6 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         deadline_s=model.deadline_s,
         prices=model.prices,
     )
-
-
-def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | None:
-    """Return how a model pools embeddings, or None if it has none. Raises InvalidSetup for unsupported pooling."""
-    if model.pooling == "none" or model_info.embedding_size is None:
-        return None
-    if model.pooling == "auto":
-        return Pooling(model_info.pooling or Pooling.LAST)
-    if model.pooling == "cls" and model_info.generates:
-        raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
-    return Pooling(model.pooling)
 
 
 def _tool_format(parser: str, tokenizer: Tokenizer) -> ToolFormat | None:

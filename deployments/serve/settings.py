@@ -27,6 +27,7 @@ from app.config import (
     suggestion,
 )
 from app.config.checks import check_branches
+from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup
 from app.fleet.dispatch import Group, groups_of_roles
 from app.model.foreseen import check_model, check_path
@@ -347,6 +348,17 @@ def groups_of(model: ServedModelConfig) -> list[Group]:
     if num_prefill is not None:
         return groups_of_roles(prefill=num_prefill, decode=model.replicas.num_replicas - num_prefill)
     return [Group(group.name, group.share, model.scheduler_of(group.name).preset) for group in model.replicas.groups]
+
+
+def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | None:
+    """Return how a model pools embeddings, or None if it has none. Raises InvalidSetup for unsupported pooling."""
+    if model.pooling == "none" or model_info.embedding_size is None:
+        return None
+    if model.pooling == "auto":
+        return Pooling(model_info.pooling or Pooling.LAST)
+    if model.pooling == "cls" and model_info.generates:
+        raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
+    return Pooling(model.pooling)
 
 
 def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:

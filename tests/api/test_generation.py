@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.api.endpoints.table import BULK_URLS
 from app.api.schemas.requests import ChatRequest, CompletionRequest
 from app.engine.request import FILTERS, Request, SamplingParams
 from app.jobs.items import (
@@ -81,7 +82,7 @@ def sent(service: Service, way: str, body: dict[str, Any]) -> Request:
         else:
             line = {"custom_id": "1", "url": path, "body": columns} if way == "line" else columns
             row = row_from_fields(line, number=0, place="rows:1")
-        item = item_of(row, RowSettings())
+        item = item_of(row, RowSettings(), BULK_URLS)
         assert isinstance(item, Item), item
         path, prompt, body = item.url, {}, dict(item.body)
     answer = service.call("POST", path, prompt | body)

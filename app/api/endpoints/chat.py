@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from app.api.generation import encode_chat, prepare_generation, shared_fields, truncated
+from app.api.endpoints.endpoint import Endpoint
+from app.api.generation import check_bulk_answer, encode_chat, prepare_generation, shared_fields, truncated
+from app.api.output.completion_writers import ChatCompletion, ChatFormat, ChoiceWriter
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.fields import ReasoningEffort
 from app.api.schemas.requests import ChatRequest
+from app.batches import CHATS_PATH
 from app.engine.request import Grammar, GrammarKind, Thought
+from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks
 
 # The share of the output that reasoning may take, by its effort. The numbers are OpenRouter's.
@@ -32,6 +36,13 @@ def prepare_chat(
         reasoning = _reasoning(body, model, model.reasoning_marks, whole)
         form = partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
     return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
+
+
+def check_bulk_chat(body: ChatRequest) -> None:
+    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    check_bulk_answer(body)
+    if body.tools and body.tool_choice != "none":
+        raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")
 
 
 def _with_thought(
@@ -72,3 +83,14 @@ def _is_over(reasoning: Reasoning, body: ChatRequest, model: ServedModel, prompt
 def _ends_with(prompt: tuple[int, ...], model: ServedModel, mark: str) -> bool:
     max_mark_tokens = 16  # enough for a mark and the line break after it
     return model.tokenizer.decode(prompt[-max_mark_tokens:], skip_special_tokens=False).rstrip().endswith(mark)
+
+
+CHATS = Endpoint(
+    CHATS_PATH,
+    ChatRequest,
+    prepare_chat,
+    lambda _: ChoiceWriter(ChatFormat()),
+    summary="Generate the next message",
+    response=ChatCompletion,
+    check_bulk=check_bulk_chat,
+)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from app.api.generation import encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.endpoints.endpoint import Endpoint
+from app.api.generation import check_bulk_answer, encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.output.completion_writers import ChoiceWriter, Completion, CompletionFormat
 from app.api.prepared_request import EchoedPrompt, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
+from app.batches import COMPLETIONS_PATH
 from app.errors import InvalidRequest
 
 
@@ -44,6 +47,14 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
     )
 
 
+def check_bulk_completion(body: CompletionRequest) -> None:
+    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    check_bulk_answer(body, echo=body.echo)
+    if len(body.prompt) != 1:
+        message = f"prompt holds {len(body.prompt):,} prompts; an item has one prompt: write an item for each prompt"
+        raise InvalidRequest(message, param="prompt")
+
+
 def _echoes(
     body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[EchoedPrompt, ...]:
@@ -60,3 +71,14 @@ def _echoes(
         )
 
     return tuple(echo(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))
+
+
+COMPLETIONS = Endpoint(
+    COMPLETIONS_PATH,
+    CompletionRequest,
+    prepare_completion,
+    lambda _: ChoiceWriter(CompletionFormat()),
+    summary="Continue a text",
+    response=Completion,
+    check_bulk=check_bulk_completion,
+)

@@ -21,6 +21,7 @@ from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
+from app.api.endpoints.endpoint import Endpoint
 from app.api.endpoints.files import FileRoutes
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
@@ -28,7 +29,7 @@ from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import Expose, HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.endpoints.stored_responses import LAST_EVENT_HEADER, StoredResponseRoutes
-from app.api.endpoints.table import ENDPOINTS, Endpoint
+from app.api.endpoints.table import ENDPOINTS
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.endpoints.usage import UsageRoutes
 from app.api.handler import RequestHandler

@@ -9,18 +9,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from app.api.http.errors import log_error
 from app.api.http.sse import Connection
-from app.api.output.answer import Answer, ChoiceOutput
+from app.api.output.answer import Answer, ChoiceOutput, MoreUsage
 from app.api.output.choices import ChoiceDelta, DirectPath, generate_choices
 from app.api.prepared_request import AnswerInfo, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import ignored_header
 from app.engine.request import EngineTimes, Queued
-from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
 from app.usage import CallUsage, Used
 
@@ -36,7 +35,7 @@ class ResponseState(Answer):
     pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # the path takes some of them
     queued: Queued | None = None  # the queue position of the first request
     times: EngineTimes | None = None  # the times of the request with the first token
-    extra_usage: Callable[[], Json] = dict  # returns additional fields of `usage`
+    extra_usage: Callable[[], MoreUsage] = MoreUsage  # returns additional fields of `usage`
     trace: RequestTrace | None = None  # None if no traces are sent
     is_open: bool = False  # the headers may be sent before the first token, so an error can no longer set the status
     writer: Writer | None = None  # the endpoint's writer, or None if the client does not see this response
@@ -82,7 +81,7 @@ class ResponseState(Answer):
             context.trace.checked()
         return state
 
-    async def full_response(self) -> Json:
+    async def full_response(self) -> Mapping[str, Any]:
         """Return the response as one object."""
         assert self.writer is not None, "a client sees this response"
         return await self.writer.full_response(self)
@@ -191,9 +190,12 @@ class ResponseState(Answer):
             used = Used(1, num_prompt, num_cached, num_generated, cost)
         return CallUsage(model.name, prepared.requests[0].is_background, used)
 
-    def more_usage(self) -> Json:
+    def more_usage(self) -> MoreUsage:
         """Return the fields of `usage` that OpenAI's API does not have."""
-        return self.extra_usage() | ({"timings": self.timings()} if self.prepared.wants_timings else {})
+        more = self.extra_usage()
+        if self.prepared.wants_timings:
+            more["timings"] = self.timings()
+        return more
 
     def timings(self) -> dict[str, float]:
         """Return the timings known so far, in milliseconds: replica queue, fetch, prefill, first token and decode."""
@@ -256,7 +258,7 @@ class Writer(ABC):
     headers: ClassVar[Mapping[str, str]] = MappingProxyType({})  # on every response
 
     @abstractmethod
-    async def full_response(self, state: ResponseState) -> Json:
+    async def full_response(self, state: ResponseState) -> Mapping[str, Any]:
         """Wait for the end of all choices and return the response."""
 
     def event_writer(self, state: ResponseState) -> EventWriter:

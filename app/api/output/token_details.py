@@ -205,7 +205,7 @@ class PackedLogprobs:
         if tokens:
             self._packed.append(_pack(tokens))
 
-    def rows(self, entry: Entry, names: TokenNames, num_top: int) -> Rows:
+    def rows(self, entry: Entry, names: TokenNames, num_top: int) -> Rows[Json]:
         """Return the entries of all tokens, made a few at a time."""
         return Rows(lambda: ([entry(token, names, num_top) for token in some] for some in self._some_at_a_time()))
 

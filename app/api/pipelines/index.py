@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.api.endpoints.embeddings import Vector
+from app.api.output.readouts import Vector
 from app.api.pipelines.run import PipelineRun
 from app.api.pipelines.vectors import Matrix, cosines, question_vector, service_vectors
 from app.api.prepared_request import ServedModel

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
-from app.api.endpoints.table import Endpoint
-from app.api.output.answer import ChoiceOutput
+from app.api.endpoints.endpoint import Endpoint
+from app.api.output.answer import ChoiceOutput, MoreUsage
 from app.api.output.choices import DeltaBuffer, close
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
@@ -320,7 +320,7 @@ class Confidence:
             await close(deltas)
 
 
-def _usage_of(name: str, reports: Iterable[StepReport]) -> Json:
+def _usage_of(name: str, reports: Iterable[StepReport]) -> MoreUsage:
     return {"pipeline": {"name": name, "steps": [report.as_json() for report in reports]}}
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from app.api.auth.limits import Account, Reservation
-from app.api.endpoints.embeddings import Vector, results_of, vectors_of
+from app.api.endpoints.embeddings import vectors_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.generation import prepare_pooling
+from app.api.output.readouts import Vector, results_of
 from app.api.output.response_state import ResponseState
 from app.api.pipelines.run import PipelineRun, Step, StepReport
 from app.api.prepared_request import PreparedRequest, ServedModel
