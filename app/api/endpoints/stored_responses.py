@@ -116,7 +116,7 @@ class StoredResponseRoutes(RouteGroup):
                 answer = await self._object(new.owner, new.response_id, context.reservation, waits=True)
         await answer(scope, receive, send)
 
-    async def go_on(self, path: str, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+    async def resume(self, path: str, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond with the events after the one in the header. Raises NotFound and InvalidRequest."""
         response_id = context.headers[LAST_EVENT_HEADER].rpartition(":")[0]
         check_id(response_id, path)

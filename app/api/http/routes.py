@@ -81,17 +81,17 @@ def build_app(
     openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=batches is not None)
     running = running or RunningCalls(fleets)
     heartbeat_s = handler.limits.heartbeat_s
-    kept: StoredResponseRoutes | None = None
+    stored: StoredResponseRoutes | None = None
     of_batches: list[RouteGroup] = []
     if batches is not None:
-        kept = StoredResponseRoutes(batches, handler.turns, heartbeat_s=heartbeat_s)
-        of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), kept]
+        stored = StoredResponseRoutes(batches, handler.turns, heartbeat_s=heartbeat_s)
+        of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), stored]
     for_keys = [
         *(
             Route(path, app if handler.tracer is None else TracedEndpoint(app, handler.tracer), methods=["POST"])
             for endpoint in ENDPOINTS.values()
             for app in [
-                ReplicaEndpoint(endpoint, handler, running, kept if endpoint.path in STORED_ID_PREFIXES else None)
+                ReplicaEndpoint(endpoint, handler, running, stored if endpoint.path in STORED_ID_PREFIXES else None)
             ]
             for path in (endpoint.path, *endpoint.aliases)
         ),
@@ -121,10 +121,10 @@ class ReplicaEndpoint:
     """The ASGI application of one endpoint whose requests run on replicas."""
 
     def __init__(
-        self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, kept: StoredResponseRoutes | None
+        self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, stored: StoredResponseRoutes | None
     ) -> None:
         self.path = endpoint.path
-        self._kept = kept
+        self._stored = stored
         self._endpoint = endpoint
         self._handler = handler
         self._running = running
@@ -138,22 +138,22 @@ class ReplicaEndpoint:
             headers=headers,
             is_strict=asks_for(headers, STRICT_HEADER),
             trace=trace,
-            may_store=self._kept is not None,
+            may_store=self._stored is not None,
         )
         with handler.counting_refusals():
             body = with_deadline(
                 await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
             )
-        if self._kept is not None:
+        if self._stored is not None:
             path = self.path
             if headers.get(LAST_EVENT_HEADER):
-                await self._kept.go_on(path, context, scope, receive, send)
+                await self._stored.resume(path, context, scope, receive, send)
                 return
             if body.get("store", path == RESPONSES_PATH and handler.config.store_responses):
-                await self._kept.answer(path, body, context, scope, receive, send)
+                await self._stored.answer(path, body, context, scope, receive, send)
                 return
             if path == RESPONSES_PATH and body.get("previous_response_id") is not None:
-                body = await self._kept.continued(body, context.reservation.account.name)
+                body = await self._stored.continued(body, context.reservation.account.name)
         self._running.contexts.add(context)
         try:
             async with WhileConnected(receive):

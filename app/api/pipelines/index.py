@@ -71,12 +71,12 @@ class DocumentIndex:
         """
         async with self._lock:
             if self._matrix is None:
-                kept = await asyncio.to_thread(self._place)
-                while (lock := take_lock(kept.with_suffix(".lock"))) is None:  # noqa: ASYNC110 - another process has it
+                path = await asyncio.to_thread(self._place)
+                while (lock := take_lock(path.with_suffix(".lock"))) is None:  # noqa: ASYNC110 - another process has it
                     await asyncio.sleep(1.0)
                 try:
-                    matrix = await self._kept(kept)
-                    self._matrix = await self._computed(kept) if matrix is None else matrix
+                    matrix = await self._stored(path)
+                    self._matrix = await self._computed(path) if matrix is None else matrix
                 finally:
                     os.close(lock)
         return self._matrix
@@ -90,10 +90,10 @@ class DocumentIndex:
             digest.update(f"{len(document.text)}\n{document.text}".encode())
         return folder / f"{digest.hexdigest()[:32]}.npy"
 
-    async def _kept(self, kept: Path) -> Matrix | None:
+    async def _stored(self, path: Path) -> Matrix | None:
         """Return the stored vectors, or None if there are none or the model's weights have changed since."""
         try:
-            matrix: Matrix = await asyncio.to_thread(np.load, kept, allow_pickle=False)
+            matrix: Matrix = await asyncio.to_thread(np.load, path, allow_pickle=False)
         except (OSError, ValueError):  # the file is missing or broken
             return None
         some = sorted({0, len(self.documents) // 2, len(self.documents) - 1})
@@ -105,14 +105,14 @@ class DocumentIndex:
             return None
         return matrix
 
-    async def _computed(self, kept: Path) -> Matrix:
+    async def _computed(self, path: Path) -> Matrix:
         def note(number: int) -> None:
             self._num_computed = number
 
         texts = [document.text for document in self.documents]
         vectors = await service_vectors(texts, self._model, is_background=True, on_progress=note)
         matrix: Matrix = await asyncio.to_thread(np.stack, vectors)
-        await asyncio.to_thread(_write, kept, matrix)
+        await asyncio.to_thread(_write, path, matrix)
         logger.info("index %s: %d vectors computed by %s", self._path, len(texts), self._model.name)
         return matrix
 
@@ -159,10 +159,10 @@ def read_index(path: str) -> list[IndexedDocument]:
     return documents
 
 
-def _write(kept: Path, matrix: Matrix) -> None:
+def _write(path: Path, matrix: Matrix) -> None:
     written = io.BytesIO()
     np.save(written, matrix, allow_pickle=False)
-    write_atomically(kept, written.getvalue())
+    write_atomically(path, written.getvalue())
 
 
 def _documents(path: str, content: str) -> Iterator[IndexedDocument]:
