@@ -36,7 +36,7 @@ async def read_json_object(
     headers: Mapping[str, str] = request.scope["state"]["headers"]
     declared, encoding = headers.get("content-type", ""), headers.get("content-encoding", "").strip().lower()
     json_media_type = "application/json"
-    # Web pages may send form content types, or none, to any address. For JSON, the browser first sends a CORS preflight.
+    # Web pages may send form content types, or none, to any address. Browsers send a CORS preflight before JSON.
     if declared.partition(";")[0].strip().lower() != json_media_type:
         raise UnsupportedMediaType(
             f"the body should be declared as JSON: send the header `Content-Type: {json_media_type}` "

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses in OpenAI's and Anthropic's formats. Only this module knows an error's status and code."""
+"""Errors as HTTP responses in OpenAI's and Anthropic's formats. Only this module knows their status, type and code."""
 
 from __future__ import annotations
 
