@@ -54,7 +54,7 @@ class DocumentIndex:
         self._lock = asyncio.Lock()
 
     async def best(self, question: Vector, top_n: int) -> list[tuple[IndexedDocument, float]]:
-        """Return the documents with the highest cosines, highest first. Raises Unavailable while vectors are missing."""
+        """Return the documents with the highest cosines, highest first. Raises Unavailable until the vectors exist."""
         if self._matrix is None and self._lock.locked():
             raise Unavailable(
                 f"the vectors of {Path(self._path).name} are being computed: {self._num_computed:,} of "

@@ -113,7 +113,7 @@ class ByHeader:
 
 @dataclass(frozen=True, slots=True)
 class ByLabel:
-    """Chooses the first case that lists the best-scored label of the user's last text, or the last case if none does."""
+    """Chooses the first case that lists the best label of the user's last text, or the last case if none lists it."""
 
     model: ServedModel
     labels: Sequence[Sequence[str]]  # for each case but the last

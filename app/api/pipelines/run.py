@@ -209,8 +209,7 @@ class PipelineRun:
     def begin(self, prepared: PreparedRequest, step: Step) -> tuple[ResponseState, ModelStepReport]:
         """Start a step that runs a model, and return its response and its report.
 
-        The key is charged even if the client does not see the output. Raises DeadlineMissed if earlier steps have left
-        no time.
+        The key is charged even if the client does not see the output. Raises DeadlineMissed if no time is left.
         """
         trace, now = self.context.trace, time.monotonic()
         if self.reports:
