@@ -350,7 +350,7 @@ class RequestHandler:
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
             fields = {each.name: await self.threads.encode(account.name, size, partial(check, each)) for each in models}
-        # For each prompt, only writing the tools and the documents into the prompt remains to be done.
+        # Only writing the tools and the documents into each prompt remains to be done.
         is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
         return SharedBody(
             endpoint=endpoint,

@@ -20,7 +20,7 @@ ReportT = TypeVar("ReportT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """The report of one process that sends requests to replicas: an ingress, or the process of batches."""
+    """The report of one process that sends requests to replicas: an ingress or the batches process."""
 
     process: str
     usage: Mapping[str, Usage] = field(default_factory=dict)  # by the name of the key
@@ -30,7 +30,7 @@ class ProcessReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers(Generic[ReportT]):
-    """The reports of the processes or replicas that answered in time, and the number of those that did not."""
+    """The reports of the processes or replicas that answered in time, and the number that did not answer."""
 
     reports: Sequence[ReportT]
     num_missing: int = 0

@@ -47,7 +47,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
 def _echoes(
     body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[EchoedPrompt, ...]:
-    """Return the echo of each prompt: the text as sent, or the decoded ids if the prompt has no text or was truncated."""
+    """Return the echo of each prompt: the text as sent, or the decoded ids of a truncated prompt or a prompt of ids."""
     is_cut = body.truncate_prompt_tokens is not None
     added, _ = model.tokenizer.added_around if body.add_special_tokens else ((), ())
 

@@ -67,13 +67,13 @@ def build_app(
 ) -> Application:
     """Build the ASGI application for the models and API keys of `handler`.
 
-    `is_ready` reports whether a request could be served now. `expose` returns the text of /metrics, by default only the
-    metrics of this process. `batches` stores files, batches and responses; without it, their routes are absent.
-    `collect` gathers the reports of all processes for the admin routes, by default only that of this process.
-    `wanted_replicas` returns the target number of replicas of each autoscaled model. Three mappings use model names as
-    keys: `fleets` serves the live view and /load, `switches` changes strategies and policies, and `adapters` loads LoRA
-    adapters. `cancel` ends a request in any process, by default only the requests of this process in `running`.
-    `ledger` stores the usage of keys across restarts; the default is `batches`.
+    `is_ready` reports whether a request could be served now. `expose` returns the text of /metrics; the default covers
+    only this process. `batches` stores files, batches and responses; without it, their routes are absent. `collect`
+    gathers the reports of all processes for the admin routes; the default reports only this process. `wanted_replicas`
+    returns the target number of replicas of each autoscaled model. `fleets` (for the live view and /load), `switches`
+    (for strategies and policies) and `adapters` (for LoRA adapters) are mappings by model name. `cancel` ends a request
+    in any process; the default ends only the requests in `running`, which belong to this process. `ledger` stores the
+    usage of keys across restarts; the default is `batches`.
     """
     config, authenticator = handler.config, handler.authenticator
     collect = collect or only_this_process(authenticator)
@@ -118,7 +118,7 @@ def _routes_of(*groups: RouteGroup) -> list[Route]:
 
 
 class ReplicaEndpoint:
-    """The ASGI application of one endpoint that runs its requests on replicas."""
+    """The ASGI application of one endpoint whose requests run on replicas. Checks, runs and answers each request."""
 
     def __init__(
         self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, stored: StoredResponseRoutes | None
