@@ -53,7 +53,7 @@ def _with_thought(
     prompt: tuple[int, ...],
     max_tokens: int,
 ) -> Grammar | None:
-    """Return the grammar with reasoning before the constrained output, and with the limit of reasoning."""
+    """Return the grammar with the reasoning before the constrained output, and with the limit of reasoning tokens."""
     budget = _budget(body, max_tokens)
     if (grammar is None and budget is None) or _is_over(reasoning, body, model, prompt):
         return grammar
@@ -62,21 +62,21 @@ def _with_thought(
 
 
 def _budget(body: ChatRequest, max_tokens: int) -> int | None:
-    """Return the most tokens of reasoning, or None for no limit. A budget in the body overrides the effort."""
+    """Return the limit of reasoning tokens, or None for no limit. A budget in the body overrides the effort."""
     if body.thinking_token_budget is not None or body.reasoning_effort is None:
         return body.thinking_token_budget
     return int(max_tokens * _EFFORTS[body.reasoning_effort])
 
 
 def _reasoning(body: ChatRequest, model: ServedModel, marks: ReasoningMarks, prompt: tuple[int, ...]) -> Reasoning:
-    """Return how reasoning is found in the output. The template or a continued final message may already begin it."""
+    """Return how to find reasoning in the output. The template or a continued message may have begun the reasoning."""
     if body.continue_final_message:
         return Reasoning(marks=marks, is_open=marks.are_open(body.messages[-1].content or ""))
     return Reasoning(marks=marks, is_open=_ends_with(prompt, model, marks.begin))
 
 
 def _is_over(reasoning: Reasoning, body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> bool:
-    """Return whether reasoning is over: the template ends with empty reasoning, or a final message is continued."""
+    """Return whether no reasoning follows: the template ends with empty reasoning, or a final message is continued."""
     return not reasoning.is_open and (body.continue_final_message or _ends_with(prompt, model, reasoning.marks.end))
 
 

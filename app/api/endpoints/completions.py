@@ -58,7 +58,7 @@ def check_bulk_completion(body: CompletionRequest) -> None:
 def _echoes(
     body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[EchoedPrompt, ...]:
-    """Return the echo of each prompt: the text as sent. The echo of token ids or a cut text is decoded from the ids."""
+    """Return the echo of each prompt: the text as sent, or the decoded ids of a truncated prompt or a prompt of ids."""
     is_cut = body.truncate_prompt_tokens is not None
     added, _ = model.tokenizer.added_around if body.add_special_tokens else ((), ())
 

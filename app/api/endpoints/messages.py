@@ -229,7 +229,7 @@ class _ToolUse:
 
 
 def _object_of(arguments: str) -> dict[str, Any]:
-    """Return the arguments as an object: truncated arguments up to their end, and {} if they are not an object."""
+    """Parse the arguments as an object. Truncated JSON is accepted, and anything but an object becomes {}."""
     try:
         # A model may write a number that overflows to infinity, which JSON cannot express. The number becomes null.
         value = from_json(to_json(from_json(arguments, allow_partial=True), inf_nan_mode="null"))

@@ -50,7 +50,7 @@ def prepare_response(body: ResponsesRequest, model: ServedModel, context: Reques
 
 
 def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], PreparedRequest]) -> PreparedRequest:
-    """Prepare a chat that is too long: its instructions and the most last turns that fit. Raises InvalidRequest.
+    """Prepare a chat that is too long, without its oldest turns but with its instructions. Raises InvalidRequest.
 
     A turn begins with a user message, so a tool call is never separated from its result.
     """
@@ -68,7 +68,7 @@ def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], Prepared
         except ContextTooLong:
             return False
 
-    # The search leaves out the last turn: if that turn does not fit, the error of this call has the numbers.
+    # The search excludes the last turn. If the last turn does not fit, this call raises the error with the numbers.
     return prepared(bisect_left(range(len(begins) - 1), True, key=fits))
 
 
@@ -236,7 +236,7 @@ class ResponseBuilder:
             yield from self._call(call)
         if piece.finish_reason is not None:
             if self._pending_logprobs and not (self._output and not isinstance(self._output[-1], _Message)):
-                yield from self._say("")  # the end token has log-probabilities and no text
+                yield from self._say("")  # the end token has log-probabilities but no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
     def _stopped(self, status: str, error: Exception | None) -> Iterator[Json]:
@@ -273,7 +273,7 @@ class ResponseBuilder:
         if not self._output or not isinstance(self._output[-1], _ReasoningItem):
             yield from self._open(_ReasoningItem(self._item_id("rs")))
         item = self._output[-1]
-        assert isinstance(item, _ReasoningItem), "one was opened"
+        assert isinstance(item, _ReasoningItem), "a reasoning item is open"
         item.text.add(text)
         self._pending_logprobs = []  # only text has log-probabilities
         yield self._event("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
@@ -282,7 +282,7 @@ class ResponseBuilder:
         if not self._output or not isinstance(self._output[-1], _Message):
             yield from self._open(self._new_message())
         message = self._output[-1]
-        assert isinstance(message, _Message), "one was opened"
+        assert isinstance(message, _Message), "a message is open"
         message.text.add(text)
         logprobs = [chat_entry(token, message.names, message.num_top) for token in self._pending_logprobs]
         message.logprobs.add(self._pending_logprobs)
@@ -322,7 +322,7 @@ class ResponseBuilder:
             place = self._place() | {"content_index": 0}
             yield self._event("response.reasoning_text.done", **place, text=str(item.text))
         else:
-            named = {} if item.is_custom else {"name": item.name}  # earlier versions of the API's types have `name`
+            named = {} if item.is_custom else {"name": item.name}  # earlier versions of OpenAI's types include `name`
             yield self._event(f"response.{item.argument_kind}.done", **self._place(), **named, **item.argument())
         yield self._item_event("response.output_item.done")
 
@@ -389,7 +389,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Call:
-    """An item with a call of a function or of a custom tool. `arguments` is the input of a custom tool."""
+    """An item with a call of a function or of a custom tool. `arguments` also holds the input of a custom tool."""
 
     item_id: str
     call_id: str
@@ -401,7 +401,7 @@ class _Call:
 
     @property
     def argument_kind(self) -> str:
-        """The name in the events about the arguments."""
+        """The part of event names that denotes the arguments."""
         return "custom_tool_call_input" if self.is_custom else "function_call_arguments"
 
     def argument(self) -> Json:

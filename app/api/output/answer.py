@@ -108,7 +108,7 @@ class ChoiceOutput:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
     def add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
-        """Add new parts of tool calls."""
+        """Add new parts of tool calls. The first part of each call carries the name."""
         for delta in deltas:
             if delta.name is not None:
                 self._calls.append((delta, GrowingText()))
@@ -125,9 +125,9 @@ class Answer:
     token_bytes: Callable[[int], bytes]  # returns the bytes of a token id
 
     def usage(self, *, before: ChoiceDelta | None = None) -> TokenUsage:
-        """Return `usage`: each prompt counts once, and the tokens of all choices count, including end-of-text tokens.
+        """Return `usage`. Each prompt counts once, and all tokens of all choices count, including end-of-text tokens.
 
-        The tokens of the delta `before` do not count yet.
+        With `before`, the usage excludes the tokens of this delta.
         """
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
@@ -162,12 +162,12 @@ class Answer:
         }
 
     def more_usage(self) -> MoreUsage:
-        """Return the fields of `usage` that OpenAI's API does not have."""
+        """Return additional fields of `usage`, which OpenAI's API does not define."""
         return {}
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens that came from the cache. Each prompt counts once."""
+        """Number of prompt tokens that came from the cache. Each prompt counts once, regardless of its samples."""
         return sum(output.num_cached_tokens for output in self.outputs[:: self.info.num_samples])
 
 

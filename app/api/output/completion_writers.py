@@ -80,13 +80,13 @@ class Format(Protocol):
         """Return a finished choice as JSON."""
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
-        """Return the choices for a delta, each for a separate chunk; [] for a delta without content.
+        """Return the choices for a delta, each for a separate chunk. Returns [] for a delta without content.
 
-        `details` are additional fields of the choice that has the text.
+        `details` are additional fields for the choice that carries the text.
         """
 
     def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
-        """Add the fields about a choice's prompt to the body or to the choice."""
+        """Add the fields about a choice's prompt to the body or to the choice, as the endpoint's API defines."""
 
 
 class ChatFormat:
@@ -188,7 +188,7 @@ class ChoiceWriter(Writer):
 
 
 class ChoicesBuilder:
-    """Builds a list of choices. The answer holds the texts, and this builder holds the details of tokens."""
+    """Builds a response with all choices. The answer holds the texts, and this builder holds the token details."""
 
     def __init__(self, answer: Answer, form: Format) -> None:
         self._answer = answer
@@ -217,7 +217,7 @@ class ChoicesBuilder:
 
 
 def _best(info: AnswerInfo, details: DetailsWriter) -> list[int]:
-    """Return the indexes of the samples for the response: the likeliest samples of each prompt, likeliest first."""
+    """Return the indexes of the samples in the response. With `best_of`, each prompt's likeliest samples are chosen."""
     chosen: list[int] = []
     for first in range(0, info.num_requests, info.num_samples):
         samples: list[int] = list(range(first, first + info.num_samples))
@@ -238,7 +238,7 @@ class ChunkWriter:
         self._info = answer.info
         self._envelope = _envelope(answer.info, form.chunk_object)
         self._begun: set[int] = set()
-        # The bytes before and after the text of an event in the middle of a choice, by choice.
+        # By choice, the bytes before and after the text of an event in the middle of the choice.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         options = self._info.detail_options
         self._details = (

@@ -32,7 +32,7 @@ class ResponseState(Answer):
 
     prepared: PreparedRequest
     metrics: CallMetrics
-    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # the path takes some of them
+    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # without deltas that the path takes
     queued: Queued | None = None  # the queue position of the first request
     times: EngineTimes | None = None  # the times of the request with the first token
     extra_usage: Callable[[], MoreUsage] = MoreUsage  # returns additional fields of `usage`
@@ -89,8 +89,8 @@ class ResponseState(Answer):
     async def events(self, connection: Connection | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the response as server-sent events.
 
-        Raises an error that occurs before the first event, so that the response can have its status. A later error
-        becomes an event. Events in the middle of the answer go directly to `connection` while it may send.
+        Raises an error that occurs before the first event, so that it can set the response's status. A later error
+        becomes an event. While `connection` is ready, events in the middle of the answer are sent there, not yielded.
         """
         assert self.writer is not None, "a client sees this response"
         writer = self.writer.event_writer(self)
@@ -120,7 +120,7 @@ class ResponseState(Answer):
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Return headers with the replica of the first request, its queue position, and the timings known so far.
 
-        If `explain` is true, a header says why this replica was chosen. Only an admin sees the loads of all replicas,
+        With `explain`, a header states why this replica was chosen. Only an admin sees the loads of all replicas,
         because loads reveal the requests of other clients.
         """
         own = {} if self.writer is None else self.writer.headers
@@ -133,7 +133,7 @@ class ResponseState(Answer):
             if explain and queued.routing_reason:
                 loads = f": {queued.candidate_loads}" if self.shows_loads and queued.candidate_loads else ""
                 headers["x-carousel-why"] = queued.routing_reason + loads
-        if self.times is not None and self.times.settings:  # the settings of the replica with these timings
+        if self.times is not None and self.times.settings:  # of the replica that measured these times
             headers["x-carousel-settings"] = self.times.settings
         return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
 
@@ -174,7 +174,7 @@ class ResponseState(Answer):
                     take(piece)
 
     def open_if_queued(self) -> bool:
-        """Return whether headers may precede the first token: only after a replica has accepted the request."""
+        """Return whether a replica has accepted the request, so that the headers may be sent before the first token."""
         self.is_open = self.queued is not None
         return self.is_open
 
@@ -191,7 +191,7 @@ class ResponseState(Answer):
         return CallUsage(model.name, prepared.requests[0].is_background, used)
 
     def more_usage(self) -> MoreUsage:
-        """Return the fields of `usage` that OpenAI's API does not have."""
+        """Return additional fields of `usage`, which OpenAI's API does not define."""
         more = self.extra_usage()
         if self.prepared.wants_timings:
             more["timings"] = self.timings()
@@ -220,10 +220,9 @@ class ResponseState(Answer):
         }
 
     def log_end(self) -> None:
-        """Log the end of the response."""
+        """Log the end of the response, in a line that `deployments.plan` parses."""
         usage = self.usage()
         logger.info(
-            # `deployments.plan` parses this line.
             "request %s finished after %.3f s: model %s, %d choices, %d prompt tokens, %d completion tokens, answer %s",
             self.request_id,
             self.metrics.elapsed_s,

@@ -1,4 +1,4 @@
-"""Pipelines: steps under one name, built from the config and the served models."""
+"""Pipelines, built from the config and the served models. A pipeline runs several steps under one model name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RankingStep = RerankStep | IndexStep
 
 
 class AnsweringStep(Protocol):
-    """The last step of a pipeline."""
+    """The last step of a pipeline, which generates the answer."""
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -49,7 +49,7 @@ class AnsweringStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Steps under one name."""
+    """Steps that clients call under one model name. Ranking steps choose documents, and the last step answers."""
 
     name: str
     ranking: tuple[RankingStep, ...]
@@ -63,7 +63,7 @@ class Pipeline:
 
     @cached_property
     def answering_models(self) -> tuple[ServedModel, ...]:
-        """The models that may answer, including those of named pipelines, without duplicates."""
+        """The models that may answer, without duplicates. Includes the models of named pipelines."""
         return _each_once(
             model
             for target in self.answering.targets
@@ -133,7 +133,7 @@ class _Builder:
     """Builds each pipeline once, after the pipelines that it names."""
 
     def __init__(self, configs: Sequence[PipelineConfig], models: Mapping[str, ServedModel]) -> None:
-        """`models` has each model under all of its names. The files of adapters are found when a request arrives."""
+        """`models` contains each model under all of its names. An adapter's files are found only for a request."""
         self._configs = configs
         self._models = models
         self._built: dict[str, Pipeline] = {}

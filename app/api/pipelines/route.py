@@ -1,4 +1,4 @@
-"""Route steps: the first case that matches a request selects the model, before any part of the answer is queued."""
+"""Route steps choose which model or pipeline answers a request, before any part of the answer is queued."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteStep:
-    """The step that chooses one of several cases, which then answers."""
+    """Chooses one of several cases, whose target then answers."""
 
     name: str
     targets: tuple[Target, ...]  # the model or pipeline of each case
@@ -44,7 +44,7 @@ class RouteStep:
 
     @property
     def others(self) -> tuple[ServedModel, ...]:
-        """Models that run but do not answer."""
+        """The models that only help to choose a case."""
         return (self.chooser.model,) if isinstance(self.chooser, ByExample | ByLabel | ByDecision) else ()
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
@@ -57,7 +57,7 @@ class RouteStep:
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """Chooses the first case whose token limit and whose model's context are large enough, or else the last case."""
+    """Chooses the first case whose token limit and model context can hold the prompt, or the last case if none can."""
 
     max_prompt_tokens: Sequence[int]  # one for each case but the last
 
@@ -85,7 +85,7 @@ async def _fitting(run: PipelineRun, model: ServedModel) -> PreparedRequest | No
 
 @dataclass(frozen=True, slots=True)
 class ByHeader:
-    """Chooses the first case that lists the value of a header, or else the last case."""
+    """Chooses the first case that lists the value of a header, or the last case if none does."""
 
     header: str
     values: Sequence[Sequence[str]]  # for each case but the last
@@ -98,7 +98,7 @@ class ByHeader:
 
 @dataclass(frozen=True, slots=True)
 class ByLabel:
-    """Chooses the first case that lists the label with the highest score for the user's last text, or the last case."""
+    """Chooses the first case that lists the best label of the user's last text, or the last case if none lists it."""
 
     model: ServedModel
     labels: Sequence[Sequence[str]]  # for each case but the last
@@ -139,7 +139,7 @@ class ByDecision:
 class ByExample:
     """Chooses the case with the example that is nearest to the user's last text, by the cosine of their embeddings.
 
-    The vectors of the examples are computed once.
+    The first request computes the vectors of the examples.
     """
 
     model: ServedModel
