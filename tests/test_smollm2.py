@@ -59,7 +59,10 @@ def greedy(smollm2_path: str, prompts: list[tuple[int, ...]]) -> list[tuple[list
 
 
 def test_its_greedy_tokens_are_those_of_transformers(
-    smollm2_path: str, tokenizer: Tokenizer, prompts: list[tuple[int, ...]], greedy: list[tuple[list[int], FinishReason]]
+    smollm2_path: str,
+    tokenizer: Tokenizer,
+    prompts: list[tuple[int, ...]],
+    greedy: list[tuple[list[int], FinishReason]],
 ) -> None:
     texts = [tokenizer.decode(answer) for answer, _ in greedy]
     assert "Paris" in texts[0]

@@ -113,7 +113,9 @@ def test_a_batch_is_a_row_with_time_model_progress_state_and_webhook(
     created = page.locator("#batch-list tr", has_text=taken).locator("time").get_attribute("datetime")
     seconds = page.evaluate("(created) => new Date(created).getTime() / 1000", created)
     assert seconds == httpx.get(f"{stage.url}/v1/batches/{taken}").json()["created_at"]
-    eventually_shown(page, lambda: cells(page, gone)["webhook"], lambda text: text == "given up\nthe receiver answered with 410")
+    eventually_shown(
+        page, lambda: cells(page, gone)["webhook"], lambda text: text == "given up\nthe receiver answered with 410"
+    )
     eventually_shown(page, lambda: cells(page, mixed)["batch_state"], lambda text: text == "completed")
     shown = cells(page, mixed)
     assert (shown["batch_model"], shown["webhook"], shown["progress"]) == ("several", "none", "2 of 3 done\n1 failed")
