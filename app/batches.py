@@ -34,7 +34,7 @@ class ItemResponse:
     """The response to an item: the status and body that an HTTP client would have received."""
 
     status_code: int
-    body: Json  # long lists in the body may be `Rows`
+    body: Mapping[str, Any]  # long lists in the body may be `Rows`
     is_large: bool = False  # whether the body is written in a thread, because it is large
     latency_s: float | None = None  # None if the latency was not measured
 

@@ -39,7 +39,6 @@ from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
-from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Adapter, ModelInfo
 from app.engine.scheduler import Scheduler
 from app.engine.sleep_controller import SleepController
@@ -213,7 +212,7 @@ def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
     """Return whether the settings let replicas fetch KV memory from one another."""
     fetches = replicas.fetch_prefixes
     if fetches is None:
-        fetches = device_type == "cpu" or replicas.roles is not None
+        fetches = device_type == "cpu" or replicas.prefill_replicas is not None
     return fetches and replicas.max_replicas > 1
 
 
@@ -223,7 +222,7 @@ def _store_of(
     """Return the store that finds prefixes in a folder or on other replicas, or None if the settings ask for neither.
 
     If the runner cannot copy its KV memory, this function logs the reason and returns None.
-    Raises InvalidSetup if replicas have roles, because replicas with roles need such a store.
+    Raises InvalidSetup with `prefill_replicas`, because replicas with roles need such a store.
     """
     tiers, has_peers = config.cache.tiers, _has_peers(replicas, loaded.model.device.type)
     if not (tiers or has_peers):
@@ -231,10 +230,10 @@ def _store_of(
     memory = runner.kv_memory()
     if memory is None:
         reason = _why_blocks_stay(loaded, replicas)
-        if replicas.roles is not None:
+        if replicas.prefill_replicas is not None:
             raise InvalidSetup(
-                f"replicas.roles: replicas with roles fetch KV memory from one another, which does not work here: "
-                f"{reason}. Remove replicas.roles"
+                f"replicas.prefill_replicas: replicas for prefill and decode fetch KV memory from one another, which "
+                f"does not work here: {reason}. Remove replicas.prefill_replicas"
             )
         level = logging.WARNING if tiers else logging.INFO
         logger.log(level, "prefixes are neither stored in a folder nor fetched from other replicas: %s", reason)
@@ -459,7 +458,7 @@ def assemble(
     drafter: Drafter | None = None,
     store: BlockStore | None = None,
     scheduler_class: type[Scheduler] = Scheduler,
-    engine_class: type[Engine] | None = None,
+    engine_class: type[Engine] = Engine,
 ) -> Engine:
     """Return an engine around any model runner. If the model has KV memory, a request may use at most the whole pool.
 
@@ -481,8 +480,7 @@ def assemble(
         store=store,
         launches_ahead=runner.launches,
     )
-    build: Callable[..., Engine] = engine_class or (OverlappedEngine if runner.launches else Engine)
-    return build(
+    return engine_class(
         scheduler=deciding,
         runner=runner,
         model_info=model_info,

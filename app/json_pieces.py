@@ -8,30 +8,41 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic_core import to_json
+from pydantic_core.core_schema import CoreSchema, ListSchema, list_schema
 
 PIECE_BYTES = 64 * 1024  # about 0.7 ms of work for an answer with log-probabilities
 DONE = b"data: [DONE]\n\n"  # the event that ends a stream of chunks
 
 T = TypeVar("T")
+RowT = TypeVar("RowT")
 Json = dict[str, Any]
 
 
-class Rows:
+class Rows(Generic[RowT]):
     """A long list within an answer. Its rows are computed each time the list is written."""
 
-    def __init__(self, some_at_a_time: Callable[[], Iterable[Sequence[Any]]]) -> None:
+    def __init__(self, some_at_a_time: Callable[[], Iterable[Sequence[RowT]]]) -> None:
         """`some_at_a_time` yields groups of rows. Each group should take well below a millisecond."""
         self.some_at_a_time = some_at_a_time
 
     @classmethod
-    def of(cls, values: Sequence[T], write: Callable[[Sequence[T]], Sequence[Any]] = list) -> Rows:
+    def of(cls, values: Sequence[T], write: Callable[[Sequence[T]], Sequence[Any]] = list) -> Rows[Any]:
         """Return rows that `write` computes from 2,048 values at a time. By default, the values are the rows."""
         values_at_once = 2048
         starts = range(0, len(values), values_at_once)
         return cls(lambda: (write(values[at : at + values_at_once]) for at in starts))
+
+    def __iter__(self) -> Iterator[RowT]:
+        return chain.from_iterable(self.some_at_a_time())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, schema_of: Callable[[Any], CoreSchema]) -> ListSchema:
+        """Describe the rows as the list that clients read."""
+        return list_schema(schema_of(get_args(source)[0]))
 
 
 # Encodes a value as JSON. The second argument is called for each part that is not JSON, and returns its replacement.
@@ -55,7 +66,7 @@ def one_line(written: bytes) -> bytes:
 
 def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
     """Yield the JSON of a value that may hold `Rows`; one piece if it holds none. `encode` writes all but the rows."""
-    found: list[Rows] = []
+    found: list[Rows[Any]] = []
     mark = secrets.token_hex(16)  # clients cannot guess the mark, so no client's text contains it
 
     def marked(part: Any) -> str:

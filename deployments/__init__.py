@@ -1,1 +1,1 @@
-"""Runs Carousel on Ray Serve, Ray Data and Ray jobs. The system itself is in `app`, which does not depend on Ray."""
+"""Runs Carousel on Ray Serve, Ray Data and Ray jobs. Everything that does not depend on Ray is in `app`."""

@@ -1,4 +1,4 @@
-"""The number of files that a service's processes may open, and of connections that these allow. No Ray here."""
+"""Raises the limit of open files, and checks that it allows enough connections. No Ray here."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import resource
 from app.errors import InvalidSetup
 
 MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
-_MOST_FILES = 65_536  # Ray's limit; some programs iterate over all possible file numbers
-_OWN_FILES = 256  # files that HAProxy and an ingress need besides connections
+_MOST_FILES = 65_536  # Ray's own limit; some programs loop over all possible descriptors
+_OWN_FILES = 256  # files that HAProxy and an ingress need apart from connections
 _MOST_CONNECTIONS = 10_000
 _FEW_CONNECTIONS, _LEAST_CONNECTIONS = 1_000, 100
 
 
 def allow_many_files() -> int:
-    """Raise the limit of open files of this process and its children to the hard limit; return the new limit.
+    """Raise the soft limit of open files for this process and its children. Returns the limit in force.
 
-    A login has a soft limit of 1,024 by default and a far higher hard limit. The new limit is at most `_MOST_FILES`.
+    The new limit is the hard limit, but at most `_MOST_FILES`. The default soft limit of a login is only 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -27,20 +27,21 @@ def allow_many_files() -> int:
 
 
 def max_connections(max_files: int) -> int:
-    """Return the largest number of connections for HAProxy, which does not start without enough files for them.
+    """Return the largest `maxconn` with which HAProxy starts if it may open `max_files` files.
 
-    HAProxy counts 2.5 files for a connection: one to the client, one to an ingress, and a pipe (two) for every fourth.
+    HAProxy reserves 2.5 files per connection: one to the client, one to an ingress, and a pipe (two files) for every
+    fourth connection.
     """
     return max(0, min(_MOST_CONNECTIONS, (max_files - _OWN_FILES) * 2 // 5))
 
 
 def check_connections(max_files: int, asked: str | None) -> str | None:
-    """Return a warning if a service can have only few clients, else None.
+    """Return a warning if only few clients can connect at once, or None.
 
-    asked: the value of the variable `RAY_SERVE_HAPROXY_MAXCONN`, or None if it is not set.
+    asked: the value of the environment variable `RAY_SERVE_HAPROXY_MAXCONN`, or None if it is not set.
 
     Raises:
-        InvalidSetup: there are too few files for any service, or for the number of clients in the variable.
+        InvalidSetup: the files do not suffice for any service, or for the connections that the variable asks for.
     """
     possible = max_connections(max_files)
     here = f"a process may open {max_files:,} files here, which is enough for {possible:,} connections"

@@ -1,8 +1,8 @@
-"""Makes the import of Ray Serve faster. All processes of a service import this module first.
+"""Speeds up the import of Ray Serve. Every process of a service should import this module first.
 
-Ray Serve 2.60 imports pandas and FastAPI for features that our applications do not use, and no setting prevents it. The
-two imports, and Python's garbage collector, which finds nothing meanwhile, take as long as the rest of Serve, in each
-of the nine processes of a service. A process that does not import this module first only starts more slowly.
+Ray Serve 2.60 imports pandas and FastAPI for features that our applications do not use, and no setting prevents it.
+These two imports, and the garbage collector, which finds nothing meanwhile, take as long as the rest of Serve, in each
+of a service's nine processes. A process that does not import this module merely starts more slowly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 
 class _ByName(type):
-    """The type of a class that stands for a class of FastAPI: `isinstance` accepts FastAPI's instances."""
+    """The metaclass of stand-ins for FastAPI's classes. `isinstance` also accepts instances of the real class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(instance).__mro__}
@@ -37,7 +37,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def _stand_ins() -> dict[str, ModuleType | None]:
-    """Return the modules that Serve finds under these names. None means that the import raises ImportError."""
+    """Return the modules that Serve is given under these names. None makes the import raise ImportError."""
     kinds = {name: _ByName(name, (), {}) for name in ("FastAPI", "APIRouter", "APIRoute", "APIWebSocketRoute")}
     return {
         "pandas": None,
@@ -49,7 +49,7 @@ def _stand_ins() -> dict[str, ModuleType | None]:
 
 @contextmanager
 def _instead(modules: dict[str, ModuleType | None]) -> Iterator[None]:
-    """Put these modules into `sys.modules` for this block, apart from packages that are already imported."""
+    """Put modules into `sys.modules` during the block, except for packages that have already been imported."""
     put = {name: module for name, module in modules.items() if name.partition(".")[0] not in sys.modules}
     sys.modules.update(put)  # type: ignore[arg-type]
     try:
@@ -71,7 +71,7 @@ def _import_serve() -> None:
 
 
 if "ray.serve" not in sys.modules:
-    gc.disable()  # imported modules stay, so there is nothing to collect
+    gc.disable()  # imports create hardly any garbage
     try:
         _import_serve()
     finally:

@@ -1,8 +1,8 @@
-"""Everything that depends on Ray's private names, for Ray 2.60: the one file to read when Ray changes.
+"""Contains everything that depends on private names of Ray 2.60, so that only this file must follow Ray's changes.
 
-Each entry says what Ray does, why that is changed or used, and the upstream issue if there is a known one. Nothing else
-in `deployments` imports a private module of Ray, patches Ray or calls a private name of it, but
-`launcher/own_cluster.py`, which starts Ray while Serve is still being imported.
+Each entry explains Ray's behaviour, why it is changed or used, and names the upstream issue if one is known. Apart from
+this file, only `launcher/own_cluster.py` uses private modules or names of Ray: it starts Ray while Serve is still being
+imported.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ AnswerRequest = Callable[[Any, Any, Any, Any], Awaitable[None]]
 
 
 def keep_calls_on_loopback() -> None:
-    """Bind the port that Serve is about to open in this process to 127.0.0.1 if the node has that address.
+    """Bind the port that Serve is about to open in this process to 127.0.0.1, if the node's address is a loopback one.
 
-    Every Serve replica opens a gRPC port for the calls of other deployments. Ray binds it to all interfaces and
-    unpickles what arrives: a machine that reaches the port can run code. Ray has no setting for the address
+    Every Serve replica opens a gRPC port for calls from other deployments. Ray binds it to all interfaces and unpickles
+    the data that arrives, so any machine that reaches the port can run code. Ray has no setting for the address
     (https://github.com/ray-project/ray/issues/64544 is about the port).
 
-    Call it in a deployment's constructor: Serve opens the port after it.
+    Must be called in a deployment's constructor, because Serve opens the port after it.
     """
     if not ip_address(ray.util.get_node_ip_address()).is_loopback:
-        return  # other nodes must reach it
+        return  # other nodes must reach the port
     open_port: Callable[[Any, str], int] | None = getattr(serve_replica, "add_port_to_grpc_server", None)
     if open_port is None:
-        logger.warning("this version of Ray opens its port for calls in another way; it may be on all interfaces")
+        logger.warning("this version of Ray opens its port for calls in another way; the port may be on all interfaces")
         return
     if getattr(open_port, "is_on_loopback", False):
         return
@@ -59,15 +59,15 @@ def keep_calls_on_loopback() -> None:
 
 
 def max_call_bytes() -> int:
-    """The most bytes that one call between deployments carries: 4 MiB unless the environment of Ray says otherwise."""
+    """Return the most bytes that a call between deployments can carry: 4 MiB unless Ray's environment changes it."""
     return int(RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH)
 
 
 def keep_pages_with_the_service() -> None:
-    """Have HAProxy show its statistics and metrics where the service listens, not on all interfaces.
+    """Make HAProxy serve its statistics and metrics on the service's address, not on all interfaces.
 
-    Ray's template has the addresses `*:` and `:`, and no setting for them. No upstream issue is known. Call it before
-    Serve's HAProxyManager is imported in this process.
+    Ray's template binds them to `*:` and `:`, and there is no setting. No upstream issue is known. Must be called
+    before Serve's HAProxyManager is imported in this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     for page in ("metrics_port", "stats_port"):
@@ -80,41 +80,42 @@ def keep_pages_with_the_service() -> None:
 
 
 def end_silent_connections() -> None:
-    """Have HAProxy answer 408 to a client that has not sent the head of a request after ten seconds, and hang up.
+    """Make HAProxy respond with 408 and close the connection if a client has not sent a request's head in ten seconds.
 
-    Ray's template has the line for it (`timeout http-request`), its setting no variable: a client that sends nothing
-    keeps its connection for an hour, and when all connections are such, others wait as long. Bodies and answers take
-    their time as before. No upstream issue is known. Call it before Serve's HAProxyManager is imported in this process.
+    Ray's template contains the line (`timeout http-request`), but no variable sets its value. A client that sends
+    nothing would keep its connection for an hour, and enough such clients would block all others. The times for bodies
+    and responses do not change. No upstream issue is known. Must be called before Serve's HAProxyManager is imported in
+    this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     setting = "config.timeout_http_request_s"
     unset = f"{{% if {setting} is not none %}}timeout http-request {{{{ {setting} }}}}s{{% endif %}}"
     head_timeout_s = 10
     if unset not in template:
-        logger.warning("this version of Ray configures HAProxy in another way; silent connections may be kept long")
+        logger.warning("this version of Ray configures HAProxy in another way; silent connections may stay open long")
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace(unset, f"timeout http-request {head_timeout_s}s")
 
 
 def copy_request_bodies() -> None:
-    """Have HAProxy copy the bodies of requests and not splice them in the kernel.
+    """Make HAProxy copy request bodies instead of splicing them in the kernel.
 
-    Ray's template splices (`option splice-request`), and has no setting for it. HAProxy 2.8.25 does not notice then
-    that a client has died which waits for an answer, if its request was not the first on its connection and had a body
-    of more than a buffer, 16 KiB: the request runs to its end, the connection stays in CLOSE-WAIT, and HAProxy
-    computes without a pause meanwhile. No upstream issue is known. Call it before Serve's HAProxyManager is imported
-    in this process.
+    Ray's template enables splicing (`option splice-request`), and there is no setting. With it, HAProxy 2.8.25 does not
+    notice that a client that waits for a response has died, if its request was not the first on the connection and its
+    body exceeded a buffer of 16 KiB. The request then runs to its end, while the connection stays in CLOSE-WAIT and
+    HAProxy runs in a busy loop. No upstream issue is known. Must be called before Serve's HAProxyManager is imported in
+    this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace("    option splice-request\n", "")
 
 
 def answer_as_the_api() -> None:
-    """Have HAProxy answer as our API does where no ingress answers: 503 and `Retry-After`, so that clients try again.
+    """Make HAProxy respond like our API if no ingress does: with 503 and `Retry-After`, so that clients try again.
 
-    Ray's template answers 500 as plain text when an ingress closes a connection without an answer, or none takes one,
-    and 404 while no application is known. Serve's own proxy, which stands in while HAProxy knows of no ingress, answers
-    404 and 5xx as plain text, too. There is no setting for them. No upstream issue is known. Call it before Serve's
-    HAProxyManager is imported in this process.
+    Ray's template responds with 500 in plain text if an ingress closes a connection without a response or no ingress
+    accepts it, and with 404 while no application is known. Serve's own proxy, which takes over while HAProxy knows no
+    ingress, also sends 404 and 5xx in plain text. There is no setting, and no upstream issue is known. Must be called
+    before Serve's HAProxyManager is imported in this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     frontend, default = "frontend http_frontend\n", "backend default_backend\n"
@@ -122,7 +123,7 @@ def answer_as_the_api() -> None:
     pairs |= {frontend: frontend + _ERRORS_OF_THE_API, default: default + _ERROR_WITHOUT_APPLICATIONS}
     for text, ours in pairs.items():
         if text not in template:
-            logger.warning("this version of Ray configures HAProxy in another way; its errors may be plain text")
+            logger.warning("this version of Ray configures HAProxy in another way; its errors may be in plain text")
         template = template.replace(text, ours)
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template
 
@@ -135,7 +136,7 @@ def _error_of(status: int) -> str:
 
 
 _LOST = "the service has no process for this request now, or has lost the one that had it; try again"
-# Bodies as `app.api.http.errors.error_body` makes them of `Unavailable`; a test compares them.
+# The bodies must equal those that `app.api.http.errors.error_body` returns for `Unavailable`. A test compares them.
 _ERRORS_OF_THE_API = f"""\
     http-request set-var-fmt(txn.unavailable) \
 '{{"error":{{"message":"{_LOST}","type":"server_error","param":null,"code":"unavailable"}}}}'
@@ -154,16 +155,16 @@ _ERROR_WITHOUT_APPLICATIONS = """\
 
 
 def accept_odd_headers() -> None:
-    """Let Serve read headers of any bytes in this process. Call it in the constructor of the HTTP deployment.
+    """Make Serve accept headers of any bytes in this process. Must be called in the HTTP deployment's constructor.
 
-    HTTP allows header values that are not UTF-8. Ray decodes some headers as UTF-8 (`x-session-id`, `x-request-id` and
-    others) before any code of an application runs, and answers 500 when it cannot. There is no setting for it, so they
-    are rewritten as UTF-8 here. No upstream issue is known.
+    HTTP allows header values that are not UTF-8. Before any code of an application runs, Ray decodes some headers as
+    UTF-8 (`x-session-id`, `x-request-id` and others), and responds with 500 if that fails. There is no setting, so this
+    function makes Serve see all headers in UTF-8. No upstream issue is known.
     """
     answer: AnswerRequest | None = getattr(serve_replica.Replica, "_direct_ingress_asgi", None)
     if answer is None:
         logger.warning(
-            "this version of Ray takes HTTP in another way; headers that are not UTF-8 may be answered by 500"
+            "this version of Ray handles HTTP in another way; headers that are not UTF-8 may be answered by 500"
         )
         return
     if getattr(answer, "accepts_odd_headers", False):
@@ -179,15 +180,15 @@ def accept_odd_headers() -> None:
 
 
 def leave_request_ids_alone() -> None:
-    """Keep Serve from giving ids to requests in this process. Call it in the constructor of the HTTP deployment.
+    """Keep Serve from assigning request ids in this process. Must be called in the HTTP deployment's constructor.
 
-    Serve's middleware adds an `x-request-id` to requests without one, and to every answer. Our API has an id for each
-    request itself: the header would come twice, and the field `request_id` of a body would never count. There is no
-    setting for it. No upstream issue is known.
+    Serve's middleware adds an `x-request-id` to requests without one, and to every response. Our API assigns ids, so
+    responses would contain the header twice, and the field `request_id` of a body would always be ignored. There is no
+    setting, and no upstream issue is known.
     """
     middleware = getattr(http_util, "RequestIdMiddleware", None)
     if middleware is None:
-        logger.warning("this version of Ray gives ids to requests in another way; answers may have two of them")
+        logger.warning("this version of Ray assigns request ids in another way; responses may contain two of them")
         return
 
     async def pass_on(self: Any, scope: Any, receive: Any, send: Any) -> None:
@@ -197,17 +198,17 @@ def leave_request_ids_alone() -> None:
 
 
 def use_own_protocol() -> None:
-    """Have the HTTP servers that Serve starts in this process speak as `deployments.serve.http_server.Protocol` does.
+    """Make the HTTP servers that Serve starts in this process use `deployments.serve.http_server.Protocol`.
 
-    Those are the server of an ingress, and that of Serve's own proxy, to which HAProxy sends requests while it does not
-    know of an ingress. Serve has no setting for it. Call it in the constructor of the HTTP deployment, too: not every
-    cluster preloads modules.
+    They are an ingress's server, and that of Serve's own proxy, to which HAProxy sends requests while it knows no
+    ingress. Serve has no setting for the protocol. Must also be called in the HTTP deployment's constructor, because
+    not every cluster preloads modules.
     """
     HTTP_PROTOCOLS["auto"] = "deployments.serve.http_server:Protocol"
 
 
 def headers_as_utf8(headers: Headers) -> Headers:
-    """The same headers, all of them UTF-8; usually the same list. Other bytes are read as Latin-1, as HTTP does."""
+    """Return the headers in UTF-8, usually the same list. Values in other encodings are read as Latin-1, as in HTTP."""
     if all(value.isascii() for _, value in headers):
         return headers
     return [(name, _as_utf8(value)) for name, value in headers]
@@ -222,10 +223,10 @@ def _as_utf8(value: bytes) -> bytes:
 
 
 def deploy(config: ServeDeploySchema) -> None:
-    """Start Serve and deploy a config file's content, as `serve run --non-blocking` does, returning once proxies serve.
+    """Start Serve and deploy a config, like `serve run --non-blocking`. Blocks until the proxies are ready.
 
-    `serve run` waits for the proxies before it deploys. Here the application is built, and its replicas start, while
-    the proxies start. No upstream issue is known.
+    `serve run` waits for the proxies before it deploys. This function lets the application's replicas start while the
+    proxies do. No upstream issue is known.
     """
     controller, starting_proxies = _create_controller_and_proxy_refs(
         http_options=config.http_options.model_dump(),
@@ -242,37 +243,37 @@ def deploy(config: ServeDeploySchema) -> None:
 
 
 def http_host() -> str:
-    """The address on which Serve listens for HTTP. Serve has no public way to ask for it inside a deployment."""
+    """Return the address on which Serve listens for HTTP, which no public API tells inside a deployment."""
     return str(_get_global_client().http_config.host)
 
 
 def route_in_this_loop(handle: DeploymentHandle) -> None:
-    """Have the router of an unused handle run in the event loop that runs now.
+    """Make the router of an unused handle run in the current event loop.
 
-    By default Serve runs it in a thread of its own, or not, by the mode that it is started in; a router that shares
-    unlocked state with this loop must run in it. `_init` is how Serve's own code chooses.
+    By default, the mode in which Serve was started determines whether it runs in a separate thread. A router that
+    shares state with this loop without a lock must run in it. Serve's own code uses `_init` to choose.
     """
     handle._init(_run_router_in_separate_loop=False)
 
 
 async def begin_call_on_all_replicas(handle: DeploymentHandle, method: str, *arguments: object) -> Sequence[Any]:
-    """One call to each replica of a deployment, with `get_async` for its result.
+    """Call a method on each replica of a deployment. Returns one object per call, whose `get_async` returns the result.
 
-    The public `results_async` of a broadcast gives no result at all when one replica hangs.
+    The public `results_async` of a broadcast returns no result at all if one replica hangs.
     """
     calls: Sequence[Any] = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
     return calls
 
 
 class RefusingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """A RequestRouter that may refuse a call by an error in its future.
+    """A RequestRouter that can refuse a call by raising an error.
 
-    Serve keeps such a call in its lists of calls that wait. No upstream issue is known.
+    Serve would keep such a call in its lists of waiting calls. No upstream issue is known.
     """
 
     @property
     def deployment(self) -> str:
-        """The name of the deployment that this router routes to."""
+        """The name of the deployment whose calls are routed."""
         return str(self._deployment_id.name)
 
     async def _choose_replica_for_request(
@@ -286,15 +287,15 @@ class RefusingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
 
 class StopsWithServe:
-    """A deployment whose `stop` Serve calls when it stops a replica, and waits for.
+    """A deployment whose `stop` is called, and awaited, when Serve stops a replica.
 
-    Serve calls `__del__` and awaits what it gives, for at most the deployment's graceful_shutdown_timeout_s; it has no
-    public hook. Python calls `__del__`, too, and awaits nothing, so `stop` gives a coroutine only where there is
-    something to wait for.
+    Serve has no public hook. It calls `__del__` and awaits the result, for at most the deployment's
+    graceful_shutdown_timeout_s. Python calls `__del__` as well, but awaits nothing, so `stop` should return a coroutine
+    only if there is something to wait for.
     """
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
-        """End what runs here. Also called when the constructor has failed."""
+        """Stop this replica's work. Also called if the constructor has failed, so that attributes may be missing."""
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         return self.stop()

@@ -1,4 +1,4 @@
-"""Divides the cores of a machine among its engines."""
+"""Divides a machine's cores among the engines that run on it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from app.errors import InvalidSetup
 logger = logging.getLogger(__name__)
 
 
-# `model.num_threads` of each engine that can run at once in the cluster; None: a share of the cores.
+# `model.num_threads` of each engine that can run at once in the cluster; None stands for a share of the cores.
 AskedThreads = Sequence[int | None]
 
 
 def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 1) -> EngineConfig:
-    """Return the settings of one of these engines with its number of threads on this machine.
+    """Return the settings of one of these engines, with its number of threads on this machine.
 
-    Assumes that the engines are spread evenly over the machines of the cluster. Warns if there are too many threads.
+    Assumes that engines are spread evenly over the machines of the cluster. Logs a warning if threads are too many.
 
-    num_ranks: the number of ranks of this engine; `asked` has an entry for each rank.
+    num_ranks: the engine's ranks. `asked` must contain an entry for each.
 
     Raises:
-        InvalidSetup: this machine has fewer cores than the engine has ranks, which wait for each other in every step.
+        InvalidSetup: there are fewer cores here than the engine has ranks, which wait for each other in every step.
     """
     if num_ranks > num_cores():
         raise InvalidSetup(
@@ -45,11 +45,11 @@ def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 
 
 
 def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
-    """Pin this thread, and the threads that it starts, to one engine's share of the CPUs, on CPUs that share a cache.
+    """Pin this thread, and those that it will start, to one engine's share of the CPUs, which are near each other.
 
-    The thread's memory is then on the NUMA node of these CPUs. Every engine of a machine takes a separate share, by a
-    lock that ends with the process; an engine without a free share keeps all CPUs. Nothing changes on a machine with
-    one group of CPUs, for an engine on a GPU, or for an engine with several ranks.
+    Its memory is then allocated on the NUMA node of these CPUs. The engines of a machine take different shares by
+    means of locks, which are released when their process ends; an engine that finds no free share stays on all CPUs.
+    Does nothing on a machine with a single group of CPUs, and for engines on GPUs or with several ranks.
     """
     if replicas.num_gpus or replicas.tensor_parallel > 1:
         return
@@ -83,27 +83,27 @@ def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
 
 
 def keep_waits_for_the_interpreter_short() -> None:
-    """Let threads of this process wait 0.2 ms for Python's interpreter instead of 5 ms, the default.
+    """Make threads of this process wait at most 0.2 ms for the GIL, instead of 5 ms by default.
 
     A step of a small model takes a millisecond, as does the host's part of a step on a GPU. The thread that runs steps
-    must not wait for the threads that decode texts, send frames or answer calls.
+    must not wait longer than that for threads that decode text, send frames or answer calls.
     """
     switch_interval_s = 0.0002
     sys.setswitchinterval(switch_interval_s)
 
 
 def share_of_cores(asked: AskedThreads, num_machines: int = 1) -> int:
-    """Return the number of cores of this machine for each engine on the machine."""
+    """Return how many of this machine's cores each engine on it may use."""
     return max(1, num_cores() // _num_here(asked, num_machines))
 
 
 def _num_here(asked: AskedThreads, num_machines: int) -> int:
-    """Return the largest number of engines on this machine."""
+    """Return the most engines that can run on this machine, if they are spread evenly."""
     return -(-max(1, len(asked)) // num_machines)
 
 
 def excess(asked: AskedThreads, num_machines: int = 1) -> str | None:
-    """Return a warning if the engines have more threads than the machines have cores, or None."""
+    """Return a warning if the engines use more threads than the machines have cores, or None."""
     share, cores = share_of_cores(asked, num_machines), num_cores() * num_machines
     num_threads = sum(each or share for each in asked)
     if num_threads <= cores:
@@ -115,8 +115,8 @@ def excess(asked: AskedThreads, num_machines: int = 1) -> str | None:
 
 
 def _num_machines() -> int:
-    """Return the number of machines of the cluster that have CPUs; 1 without a cluster."""
-    import ray  # imported here, because the planner uses this module without Ray
+    """Return how many machines of the cluster have CPUs, or 1 without a cluster."""
+    import ray  # here, because the planner uses this module without Ray
 
     nodes: list[dict[str, Any]] = ray.nodes() if ray.is_initialized() else []
     return max(1, len([node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]))

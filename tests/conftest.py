@@ -168,9 +168,11 @@ def smollm2_path(smollm2_file: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def small_lengths() -> Iterator[None]:
-    """The constants of policies, scaled down to requests of some ten tokens."""
+    """The constants of policies and strategies, scaled down to requests of some ten tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.engine.policies.AGEING_TOKENS_PER_S", 100.0)
         patch.setattr("app.engine.policies.MAX_OVERTAKING_S", 0.3)
         patch.setattr("app.engine.policies.AGEING_S", 0.05)
+        patch.setattr("app.engine.strategies.PREFILL_STEPS", 1)
+        patch.setattr("app.engine.strategies.SHORTEST_CLASS_TOKENS", 4)
         yield

@@ -121,5 +121,3 @@ def test_batches_leave_half_of_the_slots(replicas: dict[str, Any], max_running: 
     model = {"replicas": replicas, "engine": {"scheduler": {"max_running": max_running}}}
     config = ApplicationConfig.model_validate({"models": [model], "batches": {}})
     assert config.max_items_in_flight == number
-    own = config.with_setting("batches.max_in_flight", 7)
-    assert own.max_items_in_flight == 7

@@ -79,14 +79,15 @@ ALLOWED = {
     "app.records": set(),
     "app.batches": {"app.errors", "app.json_pieces", "app.usage", "app.webhooks.receiver", "msgspec"},
     "app.jobs": {
-        "app.batches", "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_input",
-        "app.json_pieces", "app.records", "app.usage", "app.webhooks", "msgspec", "numpy", "pyarrow", "pydantic_core",
+        "app.batches", "app.config", "app.culprits", "app.disk", "app.engine.request", "app.errors", "app.fair",
+        "app.json_input", "app.json_pieces", "app.records", "app.usage", "app.webhooks", "msgspec", "numpy", "pyarrow",
+        "pydantic_core",
     },
     "app.api": {
         "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_input",
         "app.json_pieces", "app.json_schema", "app.records", "app.text", "app.metrics", "app.usage", "app.versions",
         "app.engine.request", "app.engine.snapshot", "msgspec", "numpy", "starlette", "pydantic", "pydantic_core",
-        "python_multipart",
+        "python_multipart", "typing_extensions",
     },
     "app.api.pipelines": {
         "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",

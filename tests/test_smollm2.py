@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
+from app.engine.engine import Engine
 from app.engine.request import FinishReason
 from app.text import Tokenizer
 from tests.kit.engine import make_request, run_to_end
@@ -44,25 +45,32 @@ def prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     ]
 
 
-def test_its_greedy_tokens_are_those_of_transformers(
-    smollm2_path: str, tokenizer: Tokenizer, prompts: list[tuple[int, ...]]
-) -> None:
-    engine = build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(path=smollm2_path, device="cpu", dtype="float32", num_threads=2),
-            cache=CacheConfig(memory_gib=0.25),
-        )
-    )
+def engine_of(path: str) -> Engine:
+    model = ModelConfig(path=path, device="cpu", dtype="float32", num_threads=2)
+    return build_sync_engine(EngineConfig(model=model, cache=CacheConfig(memory_gib=0.25)))
+
+
+@pytest.fixture(scope="module")
+def greedy(smollm2_path: str, prompts: list[tuple[int, ...]]) -> list[tuple[list[int], FinishReason]]:
+    """The answers of an engine that reads the numbers of the file in float32, and why each of them ended."""
     requests = [make_request(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
-    outcome = run_to_end(engine, *requests)
-    texts = [tokenizer.decode(outcome.token_ids[request.request_id]) for request in requests]
+    outcome = run_to_end(engine_of(smollm2_path), *requests)
+    return [(outcome.token_ids[each.request_id], outcome.reasons[each.request_id]) for each in requests]
+
+
+def test_its_greedy_tokens_are_those_of_transformers(
+    smollm2_path: str,
+    tokenizer: Tokenizer,
+    prompts: list[tuple[int, ...]],
+    greedy: list[tuple[list[int], FinishReason]],
+) -> None:
+    texts = [tokenizer.decode(answer) for answer, _ in greedy]
     assert "Paris" in texts[0]
     assert "Shakespeare" in texts[5]
-    assert sum(reason is FinishReason.STOP for reason in outcome.reasons.values()) >= 5, texts
+    assert sum(reason is FinishReason.STOP for _, reason in greedy) >= 5, texts
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
-    for request, prompt in zip(requests, prompts, strict=True):
-        answer = outcome.token_ids[request.request_id]
+    for (answer, _), prompt in zip(greedy, prompts, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
         # Each is the most likely after those before it, so plain `generate` gives the same.
@@ -70,23 +78,12 @@ def test_its_greedy_tokens_are_those_of_transformers(
 
 
 def test_the_file_itself_answers_much_the_same(
-    smollm2_file: Path, smollm2_path: str, prompts: list[tuple[int, ...]]
+    smollm2_file: Path, prompts: list[tuple[int, ...]], greedy: list[tuple[list[int], FinishReason]]
 ) -> None:
     """Its products round their inputs to eight bits, as llama.cpp does: a token in twenty is another one."""
-    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        texts = [
-            tuple(model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[0].tolist())
-            for prompt in prompts
-        ]
-    engine = build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(path=str(smollm2_file), device="cpu", dtype="float32", num_threads=2),
-            cache=CacheConfig(memory_gib=0.25),
-        )
-    )
+    texts = [(*prompt, *answer) for prompt, (answer, _) in zip(prompts, greedy, strict=True)]
     requests = [make_request(text, max_tokens=0, prompt_logprobs=1) for text in texts]
-    outcome = run_to_end(engine, *requests)
+    outcome = run_to_end(engine_of(str(smollm2_file)), *requests)
     same = [
         score.top_token_ids[0] == token
         for request, text, prompt in zip(requests, texts, prompts, strict=True)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP API on Starlette. The API calls a `generate` callable that others implement."""
+"""The OpenAI-compatible HTTP API on Starlette. The API generates tokens only through the `generate` of its models."""
 
 from app.api.handler import RequestHandler
 from app.api.http.routes import build_app

@@ -9,6 +9,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from itertools import repeat
 
 from app.api.json_structure import MAX_STRUCTURE, check_structure
@@ -38,18 +39,16 @@ USUAL_CHARACTERS_PER_TOKEN = 16
 # Most bytes of a text that may exceed the context, because it is cut or only counted. Encoding takes a second.
 MAX_LONGER_TEXT = 1_000_000
 MAX_CALL_TOKENS = 1_000_000  # in all prompts of a call, or two contexts if that is more; a token takes 36 bytes
+# The fields of a body that set the field of `SamplingParams` with the same name in all requests of the body.
+_SHARED_PARAMETERS = {each.name for each in fields(SamplingParams)} & (
+    GenerationRequest.model_fields.keys() - {"max_tokens", "seed", "grammar", "prompt_logprobs"}
+)
 
 
 def generates_nothing(model: ServedModel) -> InvalidRequest:
     """Return the error for a request for text to a model that generates none."""
-    ranks = "/v1/rerank or /v1/score"
-    at = (
-        "/v1/classify"
-        if model.model_info.labels
-        else ranks
-        if model.model_info.scores_pairs
-        else f"/v1/embeddings, {ranks}"
-    )
+    at = "/v1/rerank or /v1/score" if model.model_info.scores_pairs else "/v1/embeddings, /v1/rerank or /v1/score"
+    at = "/v1/classify" if model.model_info.labels else at
     return InvalidRequest(
         f"the model {model.name!r} is an encoder and generates no text; choose another model, or use {at}",
         param="model",
@@ -85,6 +84,22 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             check_token_ids(token_ids, model, param)
 
 
+def check_bulk_answer(body: GenerationRequest, *, echo: bool = False) -> None:
+    """Raise InvalidRequest for an item of a bulk run with several answers, or with more than the text of an answer."""
+    if body.n != 1:
+        raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each answer", param="n")
+    if body.num_samples != 1:
+        raise InvalidRequest(f"best_of is {body.best_of}; an item has one answer: leave it out", param="best_of")
+    for name, is_asked in (
+        ("logprobs", body.asked_logprobs[1] is not None),
+        ("prompt_logprobs", body.prompt_logprobs is not None),
+        ("return_token_ids", body.return_token_ids),
+        ("echo", echo),
+    ):
+        if is_asked:
+            raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)
+
+
 def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestContext) -> SharedFields:
     """Return the fields shared by all prompts of a body, from `context.shared` if possible. Raises InvalidRequest."""
     if model.name in context.shared:
@@ -105,19 +120,11 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     grammar = grammar_of(body)
     if tools is not None and tools.grammar is not None:  # it covers the request's own grammar where text is possible
         grammar = tools.grammar
-    sampling = {
-        "min_tokens": body.min_tokens,
+    given = {name: getattr(body, name) for name in _SHARED_PARAMETERS}
+    sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | {
         "temperature": body.temperature if body.temperature >= MIN_TEMPERATURE else 0.0,
-        "top_k": max(0, body.top_k),
         "top_p": max(body.top_p, MIN_TOP_P),
-        "min_p": body.min_p,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
         "logit_bias": tuple(body.logit_bias.items()),
-        "stop_token_ids": tuple(body.stop_token_ids),
-        "ignore_eos": body.ignore_eos,
-        "allowed_token_ids": tuple(body.allowed_token_ids),
         "bad_words": _bad_words(body.bad_words, model.tokenizer) if body.bad_words else (),
         "logprobs": 0 if details.logprobs is None and details.choose_best else details.logprobs,
     }
@@ -169,9 +176,8 @@ def encode_prompts(
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
-    most = max(
-        2 * model.model_info.max_model_len, MAX_LONGER_TEXT
-    )  # up to here the error has the exact number of tokens
+    # Up to this number the error has the exact number of tokens.
+    most = max(2 * model.model_info.max_model_len, MAX_LONGER_TEXT)
     encoded, num_tokens = list[tuple[int, ...]](), 0
     for prompt in prompts:
         token_ids = (

@@ -1,4 +1,4 @@
-"""The request handler: a body for an endpoint becomes a response, from any source of bodies.
+"""The request handler: checks the body of a request and prepares its response.
 
 HTTP routes, `/v1/batch`, batch items and rows of bulk runs all use this handler.
 """
@@ -18,12 +18,13 @@ from pydantic_core import from_json
 
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
-from app.api.endpoints.table import ENDPOINTS, Endpoint
+from app.api.endpoints.endpoint import Endpoint
+from app.api.endpoints.table import ENDPOINTS
 from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
-from app.api.output.response_state import ResponseState
+from app.api.output.response_state import ResponseState, Writer
 from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_context import RequestContext
@@ -50,7 +51,7 @@ class SharedBody:
     parsed: GenerationRequest
     target: ServedModel | Pipeline
     fields: Mapping[str, SharedFields]  # by the name of each model that may answer
-    size: int  # `size_of` the shared fields if their tools or documents are written into each prompt, else 0
+    size: int  # `size_of` the shared fields if they have tools or documents, which each prompt repeats; otherwise 0
     ignored_header: Mapping[str, str]  # names the fields of the body that have no effect
 
 
@@ -74,7 +75,7 @@ class RequestHandler:
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the API keys; by default no keys are needed. `pipelines` use these models.
+        """`authenticator` looks up API keys; by default, no keys are needed. `pipelines` may use only these models.
 
         `tracer` receives a trace of each HTTP request and of each attempt at an item.
         """
@@ -102,7 +103,7 @@ class RequestHandler:
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], context: RequestContext) -> ResponseState:
         """Check a body, reserve the tokens that it may need, and prepare its response.
 
-        If the target is a pipeline, all steps before the answering step run here.
+        If the target is a pipeline, the steps before the answering step already run here.
 
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
@@ -147,13 +148,13 @@ class RequestHandler:
     async def parse(
         self, body: Mapping[str, Any], size: int, schema: type[ParsedT], account: Account, *, is_strict: bool = False
     ) -> ParsedT:
-        """Return the typed body; `size` is its `size_of`. Raises InvalidRequest."""
+        """Return the typed body. A thread checks a body whose `size`, by `size_of`, is large. Raises InvalidRequest."""
         work = partial(parse, body, schema, self._unknown_fields, is_strict=is_strict)
         return await self.threads.read(account.name, size, work)
 
     @contextmanager
     def counting_refusals(self, model_name: str = NO_MODEL) -> Iterator[None]:
-        """Count an error in the checks of a request as a refusal."""
+        """Count an error in this block, which checks a request, as a refusal."""
         try:
             yield
         except CarouselError as error:
@@ -171,9 +172,9 @@ class RequestHandler:
         reserves: bool = True,
         known: PreparedRequest | None = None,
     ) -> PreparedRequest:
-        """Prepare a body of this size for a model. `reserves`: also reserve the tokens that the request may need.
+        """Prepare a body of this size for a model. With `reserves`, also reserve the tokens that the request may need.
 
-        `known` is the result of an earlier call with the same arguments that reserved nothing.
+        `known` is the result of an earlier call with the same arguments but without `reserves`.
         """
         account, prepared = context.reservation.account, known
         with self.counting_refusals(model.base) if reserves else nullcontext():
@@ -194,9 +195,9 @@ class RequestHandler:
 
     @asynccontextmanager
     async def keep(self, new: NewResponse, read: ReadAnswer) -> AsyncIterator[RecordedAnswer]:
-        """Prepare an answer that will be stored; `read` reads the responses that the answer continues.
+        """Prepare an answer that will be stored. `read` reads the responses that the answer continues.
 
-        Raises the errors of `handle`; LimitReached is raised at once, without a wait for room.
+        Raises the errors of `handle`. LimitReached is raised at once, because this method never waits for a slot.
         """
         with self.authenticator.account_named(new.owner).reserve_for_stored() as reservation:
             context = self.context(
@@ -218,7 +219,7 @@ class RequestHandler:
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None
     ) -> ItemResponse:
-        """Return the response that an HTTP client would get for this batch item at the endpoint with this path.
+        """Return the response that an HTTP client would receive for this batch item from the endpoint at `path`.
 
         A named owner is the tenant, regardless of `user` in the body, and the usage counts for the owner's key.
 
@@ -247,7 +248,7 @@ class RequestHandler:
 
     @contextmanager
     def _item_traced(self, path: str, origin: ItemOrigin | None) -> Iterator[RequestTrace | None]:
-        """Trace an item, unless no replica accepted the item: a full service gets the same item again and again."""
+        """Trace an item if a replica accepts it. A full service refuses the same item many times, without a trace."""
         if self.tracer is None or origin is None:
             yield None
             return
@@ -267,8 +268,8 @@ class RequestHandler:
     ) -> AsyncGenerator[ItemOutcome, None]:
         """Compute several prompts of one client concurrently, and yield each outcome as soon as the prompt has ended.
 
-        Each prompt is a body with no other fields. The client's body is released once all prompts are prepared. Closing
-        this generator cancels the prompts that still run.
+        Each prompt is a body without other fields. The reservation of the client's body is released once all prompts
+        are prepared. Closing this generator cancels the prompts that still run.
         """
         limits, num_unprepared = context.limits.shared_by(len(prompts)), len(prompts)
         context = replace(context, is_strict=False, limits=limits, shared=common.fields)
@@ -279,7 +280,7 @@ class RequestHandler:
             if not num_unprepared:
                 context.reservation.release_body()
 
-        # A TaskGroup is not possible: it must not span a `yield`.
+        # These tasks are not in a TaskGroup, because a TaskGroup must not span a `yield`.
         tasks = [
             asyncio.create_task(self._outcome(index, common, prompt, context, note_prepared), name=task_name())
             for index, prompt in enumerate(prompts)
@@ -303,7 +304,7 @@ class RequestHandler:
     ) -> ItemOutcome:
         began_at = self.metrics.clock()
         context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at, begun=[])
-        outcome: Json | Exception
+        outcome: Mapping[str, Any] | Exception
         try:
             try:
                 state = await self._handle_shared(common, prompt, context)
@@ -316,7 +317,7 @@ class RequestHandler:
         return ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
-        """Do the work of `handle` for a body whose fields are checked, except for its prompt."""
+        """Do the work of `handle` for a body whose fields were already checked, except for its prompt."""
         endpoint, size = common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
         with self.counting_refusals():
             own = await self.parse(prompt, size, endpoint.schema, context.reservation.account)
@@ -326,7 +327,7 @@ class RequestHandler:
     async def check_shared(
         self, context: RequestContext, path: str, body: Mapping[str, Any], *, num_bodies: int
     ) -> SharedBody:
-        """Check the fields that many items share. `body` has a placeholder for their prompts.
+        """Check the fields that many items share. `body` contains a placeholder for their prompts.
 
         `num_bodies` bodies are answered together and share the limits of one answer.
 
@@ -350,7 +351,7 @@ class RequestHandler:
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
             fields = {each.name: await self.threads.encode(account.name, size, partial(check, each)) for each in models}
-        # The work that remains for each prompt is to write the tools and the documents into the prompt.
+        # Only writing the tools and the documents into each prompt remains to be done.
         is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
         return SharedBody(
             endpoint=endpoint,
@@ -362,11 +363,11 @@ class RequestHandler:
         )
 
     async def prepare_bulk_item(
-        self, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
-    ) -> tuple[QueuedRequest, PreparedRequest] | ItemResponse:
-        """Prepare an item of a bulk run, which has engines of its own and no keys; return a refusal if it cannot run.
+        self, path: str, body: Mapping[str, Any]
+    ) -> tuple[Writer, PreparedRequest] | ItemResponse:
+        """Prepare an item of a bulk run, which uses its own engines and no keys. Returns a refusal if it cannot run.
 
-        `check` raises InvalidRequest for fields that those engines do not support.
+        The writer of a response that is made of numbers writes the item's text.
         """
         request_id = uuid.uuid4().hex
         try:
@@ -375,10 +376,10 @@ class RequestHandler:
             parsed = await self.parse(body, size, endpoint.schema, account)
             model = self.names.answering(parsed, account)
             assert isinstance(model, ServedModel), "a bulk run has one model, and no pipelines"
-            check(parsed)
+            assert endpoint.check_bulk is not None, "the paths of items were checked"
+            endpoint.check_bulk(parsed)
             context = self.context(Reservation(account), request_id)
-            work = partial(endpoint.prepare, parsed, model, context)
-            return parsed, await self.threads.encode("", parsed.encoded_size(size), work)
+            return endpoint.writer(parsed), await self._prepare(endpoint, parsed, model, context, size, reserves=False)
         except Exception as error:
             return _refusal(error, request_id, path)
 
@@ -389,16 +390,16 @@ class ItemOutcome:
 
     index: int
     request_id: str
-    outcome: Json | Exception
+    outcome: Mapping[str, Any] | Exception
     latency_s: float
 
     @property
     def refusal(self) -> Exception | None:
-        """The error Overloaded, Unavailable or EngineStopped, if the prompt could not be served now."""
+        """The error, if it is Overloaded, Unavailable or EngineStopped: the prompt may be served later."""
         return self.outcome if isinstance(self.outcome, Exception) and may_be_served_later(self.outcome) else None
 
     def answered(self, path: str) -> ItemResponse:
-        """Return the outcome as the response that an HTTP client would get at this path."""
+        """Return the outcome as the response that an HTTP client would receive at this path."""
         if isinstance(self.outcome, Exception):
             return replace(_refusal(self.outcome, self.request_id, path), latency_s=self.latency_s)
         return ItemResponse(200, self.outcome, latency_s=self.latency_s)

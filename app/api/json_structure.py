@@ -1,6 +1,6 @@
-"""Limits the size of JSON: the size of a text before it is parsed, and of a value before it is checked.
+"""Limits the size of JSON: of a text before it is parsed, and of a value before it is checked.
 
-A JSON parser of Python holds the interpreter lock while it creates the values of a text: millions take a second.
+Python's JSON parsers hold the interpreter lock while they create values, and millions of values take a second.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from app.errors import InvalidRequest
 
-# Parsing a text at one of these limits takes some 20 ms on an idle Zen 3, and twice the time beside other work.
+# Parsing a text at one of these limits takes about 20 ms on an idle Zen 3, and twice as long beside other work.
 MAX_STRUCTURE = 60_000  # lists, objects and the fields of objects: enough for 5,000 conversations of three messages
-MAX_STRINGS = 125_000  # strings and names of fields; the parser needs three times the time of a number for a string
+MAX_STRINGS = 125_000  # strings and field names; parsing a string takes three times as long as parsing a number
 MAX_VALUES = 1_050_000  # enough for the token ids that /detokenize accepts
 _PIECE_BYTES = 262_144  # scanned in a few milliseconds
 _NO_BACKSLASH = re.compile(rb"[^\\]")
@@ -42,7 +42,7 @@ def check_structure(
 
 
 def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
-    """Return a JSON text's number of lists, objects and fields, of commas outside strings, and of strings."""
+    """Count the lists, objects and fields of a JSON text, then the commas outside strings, and then the strings."""
     num_structure = num_values = num_quotes = start = 0
     is_in_string = False
     while start < len(text):
@@ -60,12 +60,12 @@ def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
     return num_structure, num_values, num_quotes // 2
 
 
-CONTAINER_SIZE = 16  # the size of a list or an object: checking one takes the time of encoding 16 characters
+CONTAINER_SIZE = 16  # the size of a list or an object, because checking it takes as long as encoding 16 characters
 _NUMBERS = frozenset((int, float))
 
 
 def size_of(value: Any, limit: int, *, container_size: int = CONTAINER_SIZE) -> int:
-    """Return the number of characters and values in a JSON value. Counting stops once the number exceeds `limit`."""
+    """Return the number of characters and values in a JSON value. Stops counting once the number exceeds `limit`."""
     size, found = 0, [value]
     while found and size <= limit:
         one = found.pop()
@@ -86,5 +86,5 @@ def size_of(value: Any, limit: int, *, container_size: int = CONTAINER_SIZE) -> 
 
 
 def is_longer(value: Any, max_characters: int) -> bool:
-    """Return whether a JSON value has more characters than this without punctuation, so its text certainly has more."""
+    """Return whether a value certainly has more characters as JSON, because it has more even without punctuation."""
     return size_of(value, max_characters, container_size=0) > max_characters

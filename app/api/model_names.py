@@ -17,15 +17,15 @@ class ModelNames:
     """All models, adapters and pipelines that are served, by name."""
 
     def __init__(self, models: Sequence[ServedModel], pipelines: Iterable[Pipeline] = ()) -> None:
-        """`pipelines` use these models."""
+        """`pipelines` must use only these models."""
         self._bases = tuple(models)
         self.models = by_any_name(models)  # `serve_adapters` adds adapters
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
 
     def serve_adapters(self, model: str, adapters: Iterable[Adapter]) -> None:
-        """Serve these adapters of a model under their names, and stop serving all other adapters of the model.
+        """Serve exactly these adapters of a model, under their names. Other adapters of the model are no longer served.
 
-        An adapter that was served before keeps its entry.
+        An adapter that was served before retains its /v1/models entry.
         """
         base = next(each for each in self._bases if each.name == model)
         served = {name: each for name, each in self.models.items() if each.parent != model}

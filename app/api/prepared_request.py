@@ -1,4 +1,4 @@
-"""A served model from the API's view, the limits of a request, and a request that is checked and tokenized."""
+"""A served model as the API sees it, the limits of a request, and a request that was checked and tokenized."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from app.text.tool_calls import ToolFormat
 class RequestLimits:
     """The limits of the HTTP API for one request. An API key has further limits (see the file `api.keys_file`).
 
-    The limits are constants, because no deployment needs other values.
+    The limits are not settings, because no deployment needs other values.
     """
 
     max_body_bytes: int = MAX_REQUEST_BYTES
-    body_timeout_s: float = 60.0  # for the whole body; no honest client is slower
+    body_timeout_s: float = 60.0  # for the whole body; only an attacker sends more slowly
     max_choices: int = 128  # highest `n` and `best_of`; OpenAI's limit
     max_prompts: int = 128  # prompts × n in one call that waits for its response
     max_inputs: int = 2048  # texts in one embeddings call (OpenAI's limit); `max_prompts` texts are computed at once
     max_logprobs: int = 20  # highest `top_logprobs`, `logprobs` and `prompt_logprobs`; OpenAI's limit
-    # Log-probabilities in one answer: choices × tokens × (1 + likeliest). One costs some 80 bytes of JSON and 0.7 µs.
+    # Log-probabilities in one answer: choices × tokens × (1 + likeliest). Each takes about 80 bytes of JSON and 0.7 µs.
     max_answer_logprobs: int = 1_000_000
-    # Requests × `allowed_token_ids`: every request carries its own list to a replica, which reads 1,000 ids in 40 µs.
+    # Requests × `allowed_token_ids`. Every request carries its own list to a replica, which reads 1,000 ids in 40 µs.
     max_allowed_token_ids: int = 32 * MAX_ALLOWED_TOKEN_IDS
     max_stop_strings: int = 32  # entries of `stop`; every new piece of text is searched for each entry
-    max_stop_length: int = 256  # characters of one stop string: the stream holds back that many characters
-    heartbeat_s: float = 15.0  # a comment is sent after this silence: proxies close silent streams after 30 to 60 s
+    max_stop_length: int = 256  # characters of one stop string; a stream holds back this number of characters
+    heartbeat_s: float = 15.0  # silence before a stream sends a comment; proxies close silent streams after 30 to 60 s
 
     def shared_by(self, num_bodies: int) -> RequestLimits:
         """Return the limits for each of `num_bodies` bodies that are answered together."""
@@ -55,7 +55,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model from the API's view: its name, its tokenizer, its sizes, and the callable that generates."""
+    """A model as the API sees it: its name, its tokenizer, its sizes, and the callable that generates."""
 
     name: str
     tokenizer: Tokenizer
@@ -63,9 +63,9 @@ class ServedModel:
     generate: Generate
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send
-    tool_format: ToolFormat | None = None  # the format of the model's tool calls; None: unknown
-    reasoning_marks: ReasoningMarks | None = None  # the marks around reasoning; None: reasoning is not marked
-    pooling: Pooling | None = None  # how embeddings are made; None: the model gives no embeddings
+    tool_format: ToolFormat | None = None  # the format of the model's tool calls; None if it is unknown
+    reasoning_marks: ReasoningMarks | None = None  # the marks around reasoning; None if reasoning is not marked
+    pooling: Pooling | None = None  # how embeddings are pooled; None if the model computes no embeddings
     adapter: Adapter | None = None  # the adapter that replicas apply
     parent: str = ""  # the model that an adapter adapts; empty for a base model
     deadline_s: float | None = None  # for requests that name no deadline
@@ -107,12 +107,12 @@ class ServedModel:
 class TokenDetailOptions:
     """The details of tokens that a request asks for."""
 
-    logprobs: int | None = None  # number of likeliest tokens beside each generated or echoed token; None: no details
-    names_are_ids: bool = False  # tokens are named by their ids
-    prompt_logprobs: int | None = None  # the same number for prompt tokens, in vLLM's format
+    logprobs: int | None = None  # number of likeliest tokens beside each generated or echoed token; None for no details
+    names_are_ids: bool = False  # the response names tokens by their ids
+    prompt_logprobs: int | None = None  # number of likeliest tokens beside each prompt token, in vLLM's format
     token_ids: bool = False
-    echo: bool = False  # the prompt is part of the text
-    choose_best: bool = False  # the likeliest of several samples are the answer
+    echo: bool = False  # the response's text includes the prompt
+    choose_best: bool = False  # the answer consists of the likeliest of several samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class SharedFields:
 class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The values that the writers of an answer need in addition to its deltas. A stored answer includes them.
 
-    A stored answer may be older than the version that reads the answer, so new fields need defaults.
+    An older version may have stored the answer, so new fields need defaults.
     """
 
     response_id: str
@@ -138,7 +138,7 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     num_requests: int
     num_prompt_tokens: int
-    num_logprobs: int = 0  # the most that the answer can have
+    num_logprobs: int = 0  # the maximum in the answer
     num_samples: int = 1
     num_choices: int = 1
     detail_options: TokenDetailOptions | None = None
@@ -154,14 +154,14 @@ class EchoedPrompt(NamedTuple):
     """The text of a prompt that is written before the generated text."""
 
     text: str = ""
-    num_added_tokens: int = 0  # tokens that the tokenizer added before the prompt, which `text` does not contain
+    num_added_tokens: int = 0  # tokens that the tokenizer added before the prompt; `text` does not contain them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """A client's request, checked and tokenized: `num_samples` engine requests for each prompt, prompt by prompt.
 
-    The answer has the `num_choices` likeliest samples of each prompt. Nothing is started.
+    The answer contains the `num_choices` likeliest samples of each prompt. No engine request has started yet.
     """
 
     response_id: str
@@ -169,23 +169,23 @@ class PreparedRequest:
     model: ServedModel
     requests: tuple[Request, ...]
     num_prompt_tokens: int  # each prompt counts once, regardless of its number of samples
-    num_logprobs: int = 0  # the most that the answer can have, for generated, echoed and prompt tokens
+    num_logprobs: int = 0  # the maximum in the answer, for generated, echoed and prompt tokens
     ignored: tuple[str, ...] = ()  # names of the fields that have no effect on this model
     num_samples: int = 1
     num_choices: int = 1
-    echoes: tuple[EchoedPrompt, ...] = ()  # one for each prompt; empty: prompts are not echoed
+    echoes: tuple[EchoedPrompt, ...] = ()  # one for each prompt, or empty if prompts are not echoed
     stop: tuple[str, ...] = ()
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens in `stop`: id to text
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # maps the ids of special tokens in `stop` to text
     skip_special_tokens: bool = True
     include_stop: bool = False
     detail_options: TokenDetailOptions | None = None
     include_usage: bool = False
     continuous_usage: bool = False
-    reasoning: Reasoning | None = None  # how reasoning is split from the text; None: the model marks no reasoning
-    tools: ToolUse | None = None  # how tool calls are split from the text; None: no tools are offered
-    max_at_once: int | None = None  # how many of the requests run at the same time; None: all
-    first_runs_alone: bool = False  # the first request ends before all others start: then their prefix is cached
-    wants_timings: bool = False  # `usage` has timings
+    reasoning: Reasoning | None = None  # splits reasoning from the text; None if the model marks no reasoning
+    tools: ToolUse | None = None  # splits tool calls from the text; None if no tools are offered
+    max_at_once: int | None = None  # maximum number of requests that run concurrently; None for all
+    first_runs_alone: bool = False  # the others start after the first request has ended and has cached their prefix
+    wants_timings: bool = False  # `usage` includes timings
 
     @property
     def is_large(self) -> bool:
@@ -223,7 +223,7 @@ def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
 
 
 def check_token_ids(token_ids: Collection[int], model: ServedModel, param: str) -> None:
-    """Raise InvalidRequest for a token id that the model does not have."""
+    """Raise InvalidRequest if the vocabulary of the model does not contain a token id."""
     vocab_size = model.model_info.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

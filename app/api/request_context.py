@@ -1,6 +1,6 @@
 """The context of one request: the account that pays for the request, the request's ids, and its headers.
 
-The context is made before the body is read, so an engine's request is built once, with all of its fields.
+The context exists before the body is read, so an engine request can be built at once, with all of its fields.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ TIMINGS_HEADER = "x-carousel-timings"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """The account of a request, and the parts of the request beside its body."""
+    """The account of a request, and all of the request except its body."""
 
     reservation: Reservation
     request_id: str
-    has_own_id: bool = True  # False: `request_id` in the body replaces the id
+    has_own_id: bool = True  # if false, `request_id` in the body replaces the id
     headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # names in lower case
-    is_strict: bool = False  # unknown fields are refused
+    is_strict: bool = False  # refuse unknown fields
     limits: RequestLimits = field(default_factory=RequestLimits)
     shares_prefixes: bool = True  # cached prefixes are shared with other accounts
     arrived_at: float = 0.0  # by the clock of the metrics
-    trace: RequestTrace | None = None  # None: no traces are sent
-    may_store: bool = False  # responses can be stored here, and this request may ask to be stored
+    trace: RequestTrace | None = None  # None if no traces are sent
+    may_store: bool = False  # the service stores responses, and this request may ask to be stored
     stored_as: tuple[str, int] | None = None  # the id and creation time of a response that is stored
-    shared: Mapping[str, SharedFields] = field(default_factory=dict)  # fields of the body checked before, by model
+    shared: Mapping[str, SharedFields] = field(default_factory=dict)  # fields that were already checked, by model
     begun: list[PreparedRequest] = field(default_factory=list)  # all generations that the request has started
 
     def response_id(self, prefix: str) -> str:
         """Return a new id: the prefix, up to 64 characters of the request's id, and a random suffix.
 
         The request's id lets a client find its entries in the step log and in an engine's log. The suffix makes the id
-        unique: a client may repeat an id, and an engine accepts each id once. Every token carries it, so it is short.
+        unique: clients may repeat an id, but an engine accepts each id once. Ids are short, as every token carries one.
         """
         return f"{prefix}{self.request_id[:64]}-{secrets.token_hex(4)}"
 
     def request_fields(self, body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
-        """Return the fields of an engine's request that decide for which tenant, where and when it runs.
+        """Return the fields of an engine request that decide for which tenant, where and when the request runs.
 
-        The account's name is the tenant, regardless of `user` in the body, and part of the session. It is part of the
-        cache salt if accounts share no prefixes. The model's deadline applies if the request names none; a background
-        request has no deadline by default. The group and the preset are checked later, where the groups are known.
-        Raises InvalidRequest for a session that is too long and for a priority that the key may not use.
+        The account's name becomes the tenant, regardless of `user` in the body, and part of the session. The name is
+        also part of the cache salt if accounts share no prefixes. A request without a deadline receives the model's
+        deadline, unless it is a background request. The fleet checks the group and the preset later. Raises
+        InvalidRequest for a session that is too long and for a priority that the key may not use.
         """
         headers, account = self.headers, self.reservation.account
         if account.key is not None:
@@ -71,7 +71,7 @@ class RequestContext:
                 f"accepted",
                 param=session_header,
             )
-        if name:  # a name has no line break, so two keys never have the same salt or session
+        if name:  # a name contains no line break, so two keys never have the same salt or session
             salt = salt if self.shares_prefixes else f"{name}\n{salt}"
             session = session and f"{name}\n{session}"
         is_background = body.service_tier == "flex"
@@ -92,7 +92,7 @@ class RequestContext:
 
 
 def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the body with the deadline from the header, for clients that cannot change bodies.
+    """Return the body with the deadline from the header, for clients that can set headers but not body fields.
 
     A deadline in the body takes precedence over the header. Raises InvalidRequest if the header is not a number.
     """
@@ -108,6 +108,6 @@ def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str,
 
 
 def asks_for(headers: Mapping[str, str], name: str) -> bool:
-    """Return whether the header with this name is sent and has the value 1, true or yes."""
+    """Return whether the request has the header with this name, with the value 1, true or yes."""
     value = headers.get(name)
     return value is not None and value.strip().lower() in ("1", "true", "yes")

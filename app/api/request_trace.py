@@ -1,6 +1,6 @@
-"""The trace of one request or item: spans that are made at its end from times that are measured anyway.
+"""The trace of one request or item. At its end, spans are built from times that the service measures anyway.
 
-No OpenTelemetry here: a `Tracer` sends the spans, see `deployments/serve/tracing.py`. Nothing is recorded without one.
+A `Tracer` sends the spans to OpenTelemetry (`deployments/serve/tracing.py`). Without a tracer, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tracer(Protocol):
     """Sends the spans of requests to a collector."""
 
     def record(self, trace: RequestTrace) -> None:
-        """Send the trace of a request that has ended, with or without an error. Must not block and must not raise."""
+        """Send the trace of a request that has ended, with or without an error. Must neither block nor raise."""
         ...
 
 
@@ -40,7 +40,7 @@ class Tracer(Protocol):
 class _Attempt:
     """One attempt to generate a choice, on one replica."""
 
-    index: int  # the choice
+    index: int  # of the choice
     number: int  # counts the attempts at this choice from 0
     replica_id: str
     accepted_ns: int
@@ -50,7 +50,7 @@ class _Attempt:
 
     @property
     def began_ns(self) -> int:
-        """When the replica queued the choice. The replica's report may come with the first token, so it may be late."""
+        """When the replica queued the choice. `accepted_ns` is later if the replica reports with the first token."""
         if self.first_token_ns is None or self.times is None:
             return self.accepted_ns
         return self.first_token_ns - _ns(self.times.queue_s + self.times.prefill_s)
@@ -71,14 +71,14 @@ class PipelineStepTimes:
 
 
 class RequestTrace:
-    """The times of one HTTP request or item, including the times that replicas report. Belongs to one event loop."""
+    """The times of one HTTP request or item, including the times that replicas report. Not thread-safe."""
 
     def __init__(
         self, name: str, headers: Mapping[str, str] = MappingProxyType({}), *, trace_id: int | None = None
     ) -> None:
-        """The W3C Trace Context `headers` (names in lower case) say which trace the request belongs to.
+        """The W3C Trace Context in `headers` (names in lower case) states which trace the request belongs to.
 
-        `trace_id` is the trace of a batch item, which has no headers.
+        A batch item has no headers, so `trace_id` states its trace.
         """
         self.name = name
         self.trace_id = trace_id
@@ -93,7 +93,7 @@ class RequestTrace:
 
     @classmethod
     def of_item(cls, path: str, origin: ItemOrigin) -> RequestTrace:
-        """Return the trace of one attempt at an item. The request id decides the trace, so all attempts share one."""
+        """Return the trace of one attempt at an item. All attempts share a trace id, derived from the request id."""
         digest = hashlib.sha256(origin.request_id.encode()).digest()
         trace = cls(f"item {path}", trace_id=int.from_bytes(digest[:16]))
         trace.attributes |= {"carousel.request_id": origin.request_id, "carousel.batch_id": origin.job_id}
@@ -105,7 +105,7 @@ class RequestTrace:
         return bool(self._attempts) or any(step.ended_ns for step in self._steps)
 
     def checked(self) -> None:
-        """Record that the request is checked and its first generation begins."""
+        """Record that the request was checked and its first generation begins."""
         self._checked_ns = self._checked_ns or time.time_ns()
 
     def step(self, name: str, model: str) -> PipelineStepTimes:
@@ -115,7 +115,7 @@ class RequestTrace:
         return step
 
     def accepted(self, index: int, replica_id: str) -> None:
-        """Record that a replica has queued a choice. Earlier attempts at the choice end: their replicas were lost."""
+        """Record that a replica has queued a choice. Ends earlier attempts at the choice, whose replicas were lost."""
         now, number = time.time_ns(), 0
         for before in self._of_choice(index):
             before.ended_ns, number = before.ended_ns or now, number + 1
@@ -132,7 +132,7 @@ class RequestTrace:
             attempt.ended_ns = time.time_ns()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record that the last byte is sent, or that an error has ended the request."""
+        """Record that the last byte was sent, or that an error has ended the request."""
         self.ended_ns = time.time_ns()
         self.error = self.error or error
 

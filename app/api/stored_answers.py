@@ -1,25 +1,25 @@
 """Writes the records of an answer while it is generated, and reads them back as events or as one object.
 
-The first record of a stored answer is its request. The second record is the `AnswerInfo` for the writers of answers.
-Each other record is one delta. The same writers answer requests that are not stored.
+The first record of a stored answer is its request, and the second is the `AnswerInfo` for the writers of answers. Each
+later record is one delta. The same writers produce answers that are not stored.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from io import SEEK_END
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from pydantic_core import from_json
 
 from app.api.endpoints.responses import ResponseBuilder
 from app.api.http.errors import error_body, log_error
-from app.api.output.answer import Answer, ChoiceOutput, GrowingText
+from app.api.output.answer import Answer, ChoiceOutput, GrowingText, MoreUsage
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import ChatFormat, ChoicesBuilder, ChunkWriter, CompletionFormat, Format
 from app.api.output.response_state import ResponseState
@@ -55,7 +55,7 @@ _decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
 
 
 class RecordedAnswer:
-    """An answer that is being written to a file (see `AnswerRecorder`)."""
+    """An answer whose records are written to a file during its generation. Implements `AnswerRecorder`."""
 
     def __init__(self, state: ResponseState, info: AnswerInfo, *, path: str) -> None:
         """`path` is the path of the answer's endpoint."""
@@ -63,15 +63,14 @@ class RecordedAnswer:
         self._state = state
         self._path = path
         self._is_cut = False  # an output ended at the length limit
-        self._num_reported = len(
-            info.ignored
-        )  # entries of the state's `ignored` that are stored; a delta stores the rest
+        # Number of entries of the state's `ignored` that are stored. Later deltas store the rest.
+        self._num_reported = len(info.ignored)
 
     async def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Yield the new records of this attempt, without the records that an earlier attempt has stored.
+        """Yield the records of this attempt that extend `known`, the records that earlier attempts have stored.
 
-        A prompt with a fixed seed always gives the same output. Raises Failure if this attempt gives a different
-        output, and any error of its generation.
+        The request has a fixed seed, so all attempts should generate the same output. Raises Failure if the outputs
+        differ, and any error of the generation.
         """
         state, repetition, named = self._state, Repetition(), set[int]()
         num_known = 0
@@ -106,15 +105,15 @@ class RecordedAnswer:
         self._is_cut = self._is_cut or delta.finish_reason == "length"
 
     def end(self) -> AnswerEnd:
-        """Return the end of the answer. Only `/v1/responses` has the status "incomplete" for an output that was cut."""
+        """Return the end of the answer. Only `/v1/responses` has the status "incomplete" for a truncated output."""
         is_incomplete = self._is_cut and self._path == RESPONSES_PATH
-        return AnswerEnd("incomplete" if is_incomplete else "completed", None, self._state.more_usage())
+        return AnswerEnd("incomplete" if is_incomplete else "completed", None, dict(self._state.more_usage()))
 
 
 def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignored: tuple[str, ...]) -> ChoiceDelta:
-    """Return the delta for a record: without the data of this attempt, and with the new entries of `ignored`.
+    """Return a delta to store, with the new entries of `ignored` and without the data that belong to this attempt only.
 
-    The delta also gets the bytes of tokens that no earlier delta has named. Adds these tokens to `named`.
+    The delta also includes the bytes of tokens that no earlier delta has named. Adds these tokens to `named`.
     """
     if delta.queued is not None or delta.times is not None or delta.ignored or ignored:
         delta = msgspec.structs.replace(delta, queued=None, times=None, ignored=ignored)
@@ -129,8 +128,8 @@ def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignore
 class _Known:
     """The stored part of one choice that this attempt has not repeated yet."""
 
-    texts: dict[str, GrowingText] = field(default_factory=lambda: defaultdict(GrowingText))  # by kind; read on repeat
-    counts: Counter[str] = field(default_factory=Counter)  # tokens, by kind
+    texts: dict[str, GrowingText] = field(default_factory=lambda: defaultdict(GrowingText))  # by kind, read in parts
+    counts: Counter[str] = field(default_factory=Counter)  # number of tokens, by kind
     has_ended: bool = False
 
 
@@ -146,7 +145,7 @@ class Repetition:
         return sum(known.has_ended for known in self._known.values())
 
     def add(self, stored: ChoiceDelta) -> None:
-        """Note a stored delta. Call before `rest`."""
+        """Add a stored delta. Add all of them before the first call of `rest`."""
         known = self._known.setdefault(stored.index, _Known())
         for kind, text in _texts(stored):
             known.texts[kind].seek(0, SEEK_END)
@@ -253,20 +252,20 @@ def _differs() -> Failure:
 
 @dataclass(slots=True, kw_only=True)
 class StoredAnswer(Answer):
-    """An answer, built from the records that were read so far."""
+    """An answer that is built from the records read so far."""
 
     new: NewResponse
     end: AnswerEnd | None = None
 
-    def more_usage(self) -> Json:
-        return {} if self.end is None else self.end.more_usage
+    def more_usage(self) -> MoreUsage:
+        return MoreUsage() if self.end is None else cast(MoreUsage, self.end.more_usage)
 
 
 class AnswerReader:
     """Reads the records of one stored answer, part by part."""
 
     def __init__(self, *, keep_text: bool = False) -> None:
-        """Store the texts of the deltas in `answer` if `keep_text` is true."""
+        """With `keep_text`, `answer` stores the texts of the deltas."""
         self.answer: StoredAnswer | None = None  # set after the first two records are read
         self.num_bytes = 0  # number of bytes read so far
         self._keep_text = keep_text
@@ -277,10 +276,10 @@ class AnswerReader:
         self._last: ChoiceDelta | None = None  # the last delta of the whole answer
 
     def deltas(self, part: AnswerPart) -> Iterator[ChoiceDelta]:
-        """Yield the next deltas after adding them to `answer`. Read all of them before the next call.
+        """Yield the deltas of the next part after adding them to `answer`. Read all of them before the next call.
 
-        The last delta of the whole answer comes with the end, and only if the answer is completed or incomplete. Raises
-        the error of an answer that was refused before its first token.
+        The last delta of the whole answer is yielded with the end, and only if the answer is completed or incomplete.
+        Raises the error of an answer that was refused before its first token.
         """
         self.num_bytes += len(part.data)
         for content in self._records.feed(part.data):
@@ -335,19 +334,19 @@ class StoredEvents:
         self.reader = AnswerReader()
         self._writer: ResponseBuilder | ChunkWriter | None = None
         self._name = b""
-        self._is_inside = False  # the last piece ended inside an event
-        self._is_open = False  # the headers were sent before the first event
+        self._is_inside = False  # whether the last piece ended inside an event
+        self._is_open = False  # whether the headers were sent before the first event
 
     def open(self) -> bool:
-        """Note that the headers are sent now, so that an error can no longer set the status. Returns True."""
+        """Record that the headers are sent now, so that an error can no longer set the status. Returns True."""
         self._is_open = True
         return True
 
     def of(self, part: AnswerPart, *, after: int) -> Iterator[bytes]:
         """Yield the events of this part with numbers above `after`, in pieces. Some pieces are empty.
 
-        Read all pieces before the next call. Raises the errors of `AnswerReader.deltas`, but after `open` a refusal
-        becomes an event.
+        Read all pieces before the next call. Raises the errors of `AnswerReader.deltas`, but turns a refusal after
+        `open` into an event.
         """
         if self._is_open and part.end is not None and part.end.status == "refused":
             part = part._replace(end=msgspec.structs.replace(part.end, status="failed"))
@@ -376,7 +375,7 @@ class StoredEvents:
         return writer.end()
 
     def _with_ids(self, piece: bytes, after: int) -> bytes:
-        """Add ids to the events in a piece. Events may span pieces, but the bytes that end an event may not."""
+        """Add ids to the events in a piece. An event may span pieces, but its final two line breaks may not."""
         num_before_end = len(piece) - len(_END_OF_EVENT)
         if not self._is_inside and 0 <= piece.find(_END_OF_EVENT) == num_before_end:  # one event, the usual case
             shown = self._id() + piece if self.number > after else b""
@@ -419,7 +418,7 @@ class StoredObject:
         self._builder: ResponseBuilder | ChoicesBuilder | None = None
 
     def add(self, part: AnswerPart) -> Iterator[None]:
-        """Read a part, and yield after each delta. Raises the errors of `AnswerReader.deltas`."""
+        """Read a part, and yield after each delta so that other tasks can run. Raises as `AnswerReader.deltas` does."""
         for delta in self.reader.deltas(part):
             for _ in self._made(self.answer).add(delta) or ():
                 pass
@@ -427,11 +426,11 @@ class StoredObject:
 
     @property
     def answer(self) -> StoredAnswer:
-        """The answer so far. Its first two records must have been read."""
+        """The answer so far. The first two records must have been read."""
         assert self.reader.answer is not None, "the first two records are read"
         return self.reader.answer
 
-    def as_json(self) -> Json:
+    def as_json(self) -> Mapping[str, Any]:
         """Return the object so far, with its `status`."""
         answer, end = self.answer, self.answer.end
         builder = self._made(answer)
@@ -452,7 +451,7 @@ class StoredObject:
 
 
 def error_of(end: AnswerEnd) -> CarouselError:
-    """Return the error that ended an answer."""
+    """Return the error that ended an answer. The answer must have failed."""
     assert end.error is not None, "the answer has failed"
     return from_plain(*end.error)
 
@@ -462,7 +461,7 @@ def error_of(end: AnswerEnd) -> CarouselError:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A stored response as a turn of a later conversation."""
+    """A stored response as a turn in the conversation of a later response."""
 
     response_id: str
     previous: str | None
@@ -494,7 +493,7 @@ async def read_turn(parts: AsyncIterator[AnswerPart], response_id: str) -> Turn:
 async def with_history(body: Json, read: ReadAnswer) -> Json:
     """Return the body with the items of the responses that it continues, followed by its own items.
 
-    Raises InvalidRequest if a response does not exist, and ContextTooLong if the conversation has more than
+    Raises InvalidRequest if a response does not exist, and ContextTooLong if the conversation exceeds
     `MAX_REQUEST_BYTES`. With `truncation: auto`, the oldest turns are left out instead.
     """
     previous, own = body.get("previous_response_id"), body.get("input")
@@ -522,8 +521,8 @@ async def with_history(body: Json, read: ReadAnswer) -> Json:
         response_id = turn.previous
     history = [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
     if response_id is not None:
-        # Older turns were left out, so the history may start with results of calls that are missing. Start with the
-        # first message of the user.
+        # Older turns were left out, so the history may start with results whose calls are missing. Start with the
+        # user's first message instead.
         begin = next((at for at, item in enumerate(history) if item.get("role") == "user"), len(history))
         history = history[begin:]
     return body | {"input": [*history, *own]}
@@ -537,7 +536,7 @@ async def _continued(read: ReadAnswer, response_id: str, *, is_first: bool) -> T
 
 
 def own_items(given: Any) -> list[Json]:
-    """Return the input of a request as items."""
+    """Return the input of a request as a list of items. A text becomes one message of the user."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     items: list[Json] = given

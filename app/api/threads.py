@@ -1,7 +1,7 @@
-"""Threads for work that would block the event loop. The size of a request's body decides where its work is done.
+"""Threads for work that would block the event loop. The size of a request's body decides which thread runs its work.
 
-Tenants take turns, and large bodies have separate threads. The large bodies of a tenant therefore delay neither the
-event loop, nor small bodies, nor other tenants.
+Tenants take turns, and large bodies use separate threads. A tenant's large bodies therefore delay neither the event
+loop, nor small bodies, nor other tenants.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from app.errors import Overloaded
 from app.fair import FairQueue
 
 MAX_SIZE_ON_THE_LOOP = 2000  # characters and values of a body; encoding a text of 2,000 characters takes a millisecond
-MAX_SMALL_SIZE = 65_536  # checking the fields of such a body and encoding its text takes some tens of milliseconds
-MAX_WAITING = 256  # waiting pieces of work of one tenant
+MAX_SMALL_SIZE = 65_536  # checking the fields of a body of this size and encoding its text takes some tens of ms
+MAX_WAITING = 256  # pieces of work that may wait for one tenant
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class FairThreads:
 
     @property
     def num_waiting(self) -> int:
-        """Number of pieces of work that no thread has started."""
+        """Number of queued pieces of work."""
         with self._lock:
             return len(self._queue)
 
@@ -49,14 +49,14 @@ class FairThreads:
         return future
 
     def _run_all(self) -> None:
-        """Run work until none may start. If a tenant's share is full, its work starts when other work of it ends."""
+        """Run queued work until no more may start. A tenant at its limit starts more work when its other work ends."""
         while (taken := self._take()) is not None:
             tenant, (future, work) = taken
             try:
                 if future.set_running_or_notify_cancel():
                     _settle(future, work)
             finally:
-                # An error's traceback keeps these frames. Without `del`, future, error and body would form a cycle.
+                # An error's traceback refers to this frame. Without `del`, future, error and body would form a cycle.
                 del taken, future, work
                 with self._lock:
                     self._queue.end(tenant)
@@ -71,7 +71,7 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
-        del future, work  # the traceback keeps this frame
+        del future, work  # the traceback refers to this frame
     else:
         future.set_result(result)
 
@@ -80,14 +80,14 @@ class BodyThreads:
     """The threads that read, check and encode the bodies of requests."""
 
     def __init__(self) -> None:
-        # Python's parser and validators hold the GIL for a long time. Two at once would double the event loop's pauses.
+        # Parsers and validators hold the GIL for a long time. Two threads would double the pauses of the event loop.
         self._reading = FairThreads(1, max_per_tenant=1)
         self._small = FairThreads(3, max_per_tenant=3)
         self._large = FairThreads(3, max_per_tenant=2)
 
     @property
     def num_waiting(self) -> int:
-        """Number of pieces of work that no thread has started."""
+        """Number of queued pieces of work for all threads."""
         return self._reading.num_waiting + self._small.num_waiting + self._large.num_waiting
 
     async def read(self, tenant: str, size: int, work: Callable[[], T]) -> T:

@@ -33,7 +33,7 @@ from app.config.pipelines import (
     RouteStepConfig,
     named_by,
 )
-from app.config.replicas import AutoscalingConfig, GroupConfig, ReplicasConfig, RolesConfig
+from app.config.replicas import AutoscalingConfig, GroupConfig, ReplicasConfig
 from app.config.scheduler import (
     PRESETS,
     AdaptiveConfig,
@@ -54,6 +54,7 @@ from app.config.scheduler import (
     Strategy,
     StrategyConfig,
     TargetsConfig,
+    WholeBatchesConfig,
 )
 from app.config.tree import branches_of, branches_within, choice_of, leaves, names_of, parameters_of
 
@@ -96,7 +97,6 @@ __all__ = [
     "RankingStepConfig",
     "ReplicasConfig",
     "RerankStepConfig",
-    "RolesConfig",
     "RouteStepConfig",
     "SchedulerConfig",
     "ServedModelConfig",
@@ -111,6 +111,7 @@ __all__ = [
     "TargetsConfig",
     "TierConfig",
     "WebhooksConfig",
+    "WholeBatchesConfig",
     "branches_of",
     "branches_within",
     "choice_of",

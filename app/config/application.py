@@ -12,7 +12,7 @@ from app.config.batches import BatchesConfig
 from app.config.checks import check_branches
 from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig
-from app.config.removed import refuse_removed
+from app.config.removed import without_removed
 
 
 class IngressConfig(Settings):
@@ -34,9 +34,7 @@ class ApplicationConfig(Settings):
 
     @property
     def max_items_in_flight(self) -> int:
-        """The most batch items at the replicas at once, by default half of the slots; online requests get the rest."""
-        if self.batches is not None and self.batches.max_in_flight is not None:
-            return self.batches.max_in_flight
+        """The most batch items at the replicas at once: half of the slots, so that online requests get the rest."""
         least, most = 32, 1024
         num_slots = sum(model.replicas.max_replicas * model.engine.scheduler.max_running for model in self.models)
         return min(max(least, num_slots // 2), most)
@@ -44,8 +42,7 @@ class ApplicationConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _has_no_removed_settings(cls, given: Any) -> Any:
-        refuse_removed(given)
-        return given
+        return without_removed(given)
 
     @model_validator(mode="after")
     def _branches_agree(self) -> ApplicationConfig:

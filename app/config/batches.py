@@ -56,12 +56,6 @@ class BatchesConfig(Settings):
     max_total_bytes: int = Field(
         20 * GIB, ge=1, le=10**15, description="maximum size of all files and stored responses, in bytes"
     )
-    max_in_flight: int | None = Field(
-        None,
-        ge=1,
-        le=10_000,
-        description="maximum items at the replicas at once; default: half of all `max_running`, 32 to 1,024",
-    )
     keep_s: int | None = Field(
         30 * 86_400,
         ge=1,

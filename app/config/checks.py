@@ -61,20 +61,18 @@ def check_devices(where: str, model: ServedModelConfig) -> None:
 
 def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
     """Check that pipelines name existing models and pipelines, and that no pipeline calls itself."""
-    by_name = {name: model for model in models for name in model.all_names}
+    names = [name for model in models for name in model.all_names]
     pipeline_of = {pipeline.name: pipeline for pipeline in pipelines}
     for index, pipeline in enumerate(pipelines):
         for place, step in enumerate(pipeline.steps):
             for field, name, answers in named_by(step):
-                known = [*by_name, *(pipeline_of if answers else ())]
+                known = [*names, *(pipeline_of if answers else ())]
                 if name not in known:
                     what = "model or pipeline" if answers else "model"
                     raise ValueError(
                         f"pipelines[{index}].steps[{place}].{field}: there is no {what} {name!r}; there are "
                         f"{', '.join(known)}"
                     )
-            if isinstance(step, RouteStepConfig):
-                _check_presets(step, by_name, f"pipelines[{index}].steps[{place}]")
     without_circle: set[str] = set()
     for index, name in enumerate(pipeline_of):
         circle = _circle(name, pipeline_of, without_circle)
@@ -88,22 +86,6 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
             raise ValueError(
                 f"pipelines[{index}]: a request for {name} would run {number:,} models, including those of inner "
                 f"pipelines; at most {MAX_RUNS} are accepted: name fewer models in the steps"
-            )
-
-
-def _check_presets(route: RouteStepConfig, models: Mapping[str, ServedModelConfig], path: str) -> None:
-    for index, case in enumerate(route.cases):
-        if case.preset is None:
-            continue
-        where = f"{path}.cases[{index}].preset"
-        if case.model not in models:
-            raise ValueError(f"{where}: {case.model} is a pipeline; only a model's replicas have a preset")
-        model = models[case.model]
-        presets = {model.scheduler_of(group.name).preset for group in model.replicas.groups}
-        if case.preset not in presets:
-            raise ValueError(
-                f"{where}: got {case.preset!r}; the groups of {case.model} have "
-                f"{', '.join(sorted(presets)) or 'no preset, because the model has no groups'}"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from app.config.base import Settings
-from app.config.removed import refuse_removed
+from app.config.removed import without_removed
 from app.config.scheduler import SchedulerConfig
 
 MAX_LOADED_ADAPTERS = 8  # the default of `max_loaded_adapters`
@@ -38,13 +38,10 @@ class ModelConfig(Settings):
     )
     backend: Literal["auto", "graphs", "eager", "triton", "library", "torch"] = Field(
         "auto",
-        description="auto: the fastest backend that works; torch: transformers' code with plain torch. On a GPU, the "
-        "backend to try first: graphs: the first choice of auto; eager: as graphs, but without CUDA graphs; triton: "
-        "transformers' code with Carousel's attention kernels; library: transformers' code with torch's "
-        "FlashAttention, then triton. A named backend is tried even if it lost a device in a step before",
-    )
-    require: Literal["graphs", "eager", "triton", "library"] | None = Field(
-        None, description="slowest backend with which a replica may start on a GPU; default: any backend"
+        description="auto: the fastest backend that works. A replica with a named backend starts with no other: torch: "
+        "transformers' code with plain torch. On a GPU: graphs: the first choice of auto; eager: as graphs, but "
+        "without CUDA graphs; triton: transformers' code with Carousel's attention kernels; library: transformers' "
+        "code with torch's FlashAttention",
     )
     batch_invariant: bool = Field(
         False, description="compute the same logits, bit by bit, in any batch; models that cannot do this are refused"
@@ -116,13 +113,6 @@ class CacheConfig(Settings):
         " for a GPU from compute capability 8.9",
     )
     num_blocks: int | None = Field(None, ge=1, description="number of blocks, in place of the memory settings")
-    num_state_slots: int | None = Field(
-        None,
-        ge=2,
-        description="slots for the states of recurrent layers. A running sequence needs two slots; each other slot"
-        " stores a prefix that can be resumed. Default: four slots for each sequence of scheduler.max_running, but at"
-        " least eight, and at most half of the memory",
-    )
     tiers: tuple[TierConfig, ...] = Field(
         (), max_length=1, description="storage for prefixes that leave the KV memory; default: none"
     )
@@ -134,9 +124,6 @@ class StepLogConfig(Settings):
     path: str | None = Field(None, min_length=1, description="folder of the record; default: no record")
     record_prompts: bool = Field(
         True, description="record token ids; if false, record lengths and hashes only, for replays without a model"
-    )
-    max_megabytes: int = Field(
-        1024, ge=16, le=1_000_000, description="maximum size of the folder in MB; the oldest files are deleted"
     )
 
 
@@ -177,8 +164,7 @@ class EngineConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _has_no_removed_settings(cls, given: Any) -> Any:
-        refuse_removed(given, within="models[].engine")
-        return given
+        return without_removed(given, within="models[].engine")
 
     @property
     def of_draft_model(self) -> EngineConfig | None:

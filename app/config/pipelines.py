@@ -7,13 +7,14 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from app.config.base import Name, Settings, chosen
-from app.config.scheduler import Preset
+
+_MODEL = "model that runs: with embeddings, for rerank also a cross-encoder; for generate also another pipeline"
 
 
 class RankingStepConfig(Settings):
     """Base class of the steps that choose documents."""
 
-    model: Name = Field(description="model with embeddings, or for rerank a cross-encoder")
+    model: Name = Field(description=_MODEL)
     top_n: int = Field(4, ge=1, le=1000, description="maximum number of documents to keep")
 
 
@@ -39,7 +40,7 @@ class GenerateStepConfig(Settings):
     """A model answers."""
 
     kind: Literal["generate"] = "generate"
-    model: Name = Field(description="model or other pipeline that answers")
+    model: Name = Field(description=_MODEL)
 
 
 class CascadeStepConfig(Settings):
@@ -71,30 +72,36 @@ class EnsembleStepConfig(Settings):
     )
 
 
+_CONDITIONS = ("max_prompt_tokens", "values", "examples", "description")
+
+
 class RouteCaseConfig(Settings):
     """A case of a route. A case takes the requests that fit it and no earlier case."""
 
     model: Name = Field(description="model or pipeline that answers")
-    preset: Preset | None = Field(None, description="use only replicas of groups with this preset")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="for length: maximum tokens of the prompt")
-    values: tuple[str, ...] = Field(
-        (), max_length=256, description="for header: its values; for classifier: labels of the model, not examples"
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="maximum tokens of the prompt; without a header or a classifier"
     )
-    examples: tuple[str, ...] = Field((), max_length=64, description="for classifier: example texts of the case")
-    description: str | None = Field(None, min_length=1, description="for decision: the requests of the case in words")
+    values: tuple[str, ...] = Field((), max_length=256, description="values of the header, or labels of the classifier")
+    examples: tuple[str, ...] = Field(
+        (), max_length=64, description="example texts: the case with the example nearest to the last text is chosen"
+    )
+    description: str | None = Field(
+        None, min_length=1, description="the requests of the case in words: the classifier chooses for the last text"
+    )
 
 
 class RouteStepConfig(Settings):
     """Chooses the model that answers by the first case that a request fits, before the answer is queued."""
 
     kind: Literal["route"] = "route"
-    by: Literal["length", "header", "classifier", "decision"] = Field(
-        description="length: the prompt's length; header: a header of the request; classifier: the example nearest to "
-        "the last text, or a model's label for this text; decision: the description that a model chooses for this text"
+    header: str | None = Field(
+        None, pattern=r"^[a-z0-9-]+$", description="header of the request, in lower case, whose values the cases list"
     )
-    header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="for header: its name, in lower case")
     classifier: Name | None = Field(
-        None, description="for classifier: model with embeddings or labels; for decision: model that generates text"
+        None,
+        description="model for the last text: with embeddings if the cases have examples, with labels if they have "
+        "values, and one that generates if they have descriptions; default without a header: the prompt's length",
     )
     cases: tuple[RouteCaseConfig, ...] = Field(
         min_length=2,
@@ -103,28 +110,26 @@ class RouteStepConfig(Settings):
     )
 
     @property
-    def has_labels(self) -> bool:
-        """Whether the classifier is a model with labels, which the cases list in `values` instead of examples."""
-        return self.classifier is not None and bool(self.cases[0].values)
+    def condition(self) -> str:
+        """The setting of a case that says which requests the case takes."""
+        if self.classifier is None:
+            return "max_prompt_tokens" if self.header is None else "values"
+        given = (name for name in ("description", "values") if any(getattr(case, name) for case in self.cases))
+        return next(given, "examples")
 
     @model_validator(mode="after")
     def _cases_are_told_apart(self) -> RouteStepConfig:
-        conditions = {
-            "length": "max_prompt_tokens", "header": "values", "classifier": "examples", "decision": "description",
-        }  # fmt: skip
-        condition = "values" if self.by == "classifier" and self.has_labels else conditions[self.by]
-        for name, kinds in (("header", ["header"]), ("classifier", ["classifier", "decision"])):
-            if (getattr(self, name) is None) == (self.by in kinds):
-                asked = " or ".join(kinds)
-                raise ValueError(f"only a route by {asked} has a {name} and needs it; this route is by {self.by}")
+        if self.header is not None and self.classifier is not None:
+            raise ValueError("a route has a header or a classifier; remove one of the two")
+        by = "a header" if self.header else "a classifier" if self.classifier else "the prompt's length"
         for index, case in enumerate(self.cases):
-            is_for_others = index == len(self.cases) - 1 and condition not in ("examples", "description")
-            given = [name for name in dict.fromkeys(conditions.values()) if getattr(case, name)]
-            wanted = [] if is_for_others else [condition]
+            is_for_others = index == len(self.cases) - 1 and self.condition not in ("examples", "description")
+            given = [name for name in _CONDITIONS if getattr(case, name)]
+            wanted = [] if is_for_others else [self.condition]
             if given != wanted:
                 raise ValueError(
-                    f"cases[{index}] has {', '.join(given) or 'no condition'}; in a route by {self.by}, this case must "
-                    f"{'have no condition and takes all other requests' if is_for_others else f'have {condition}'}"
+                    f"cases[{index}] has {', '.join(given) or 'no condition'}; in this route by {by}, the case must "
+                    f"{'have no condition and takes all other requests' if is_for_others else f'have {self.condition}'}"
                 )
         return self
 

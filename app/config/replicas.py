@@ -17,13 +17,6 @@ class GroupConfig(Settings):
     scheduler: dict[str, Any] = Field({}, description="settings that override those of `engine.scheduler`")
 
 
-class RolesConfig(Settings):
-    """Separate replicas for the prefill of long prompts and for decode."""
-
-    prefill: int = Field(1, ge=1, le=1024, description="number of replicas that compute long prompts")
-    decode: int = Field(1, ge=1, le=1024, description="number of replicas for short prompts and for decode")
-
-
 class AutoscalingConfig(Settings):
     """Adapts the number of replicas to the outstanding work and the KV memory in use."""
 
@@ -70,14 +63,18 @@ class ReplicasConfig(Settings):
         description="replica that gets a request. least_loaded: the replica that would finish first; round_robin: each "
         "in turn; prefix_affinity: the replica with the longest cached prefix of the prompt",
     )
-    roles: RolesConfig | None = Field(
-        None, description="separate replicas for prefill and decode; default: every replica does both"
+    prefill_replicas: int | None = Field(
+        None,
+        ge=1,
+        le=1023,
+        description="replicas, out of num_replicas, that only compute long prompts; the other replicas compute short "
+        "prompts and decode; with autoscaling, the proportion stays; default: every replica does both",
     )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     fetch_prefixes: bool | None = Field(
         None,
         description="whether replicas fetch a cached prefix from another replica if that is faster than prefill; "
-        "default: on CPUs and with roles",
+        "default: on CPUs and with prefill_replicas",
     )
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds in which a stopping replica finishes its requests")
     max_surge_percent: int = Field(
@@ -87,11 +84,12 @@ class ReplicasConfig(Settings):
         description="extra replicas during an update, in percent of all replicas, rounded up: an old replica stops "
         "after a new one is ready; 0: an old replica stops first",
     )
-    silence_timeout_s: float = Field(
-        3.0, ge=0.2, le=3600, description="seconds of silence until a replica counts as lost"
-    )
     step_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="seconds of one step until its replica counts as hung"
+        60.0,
+        gt=0,
+        le=86_400,
+        description="seconds of one step until its replica counts as hung; after a twentieth of this time without a "
+        "sign of life, but at least one second, a replica counts as lost",
     )
     place_timeout_s: float = Field(
         30.0, gt=0, le=86_400, description="seconds that a request waits for a replica if no replica is ready"
@@ -123,17 +121,15 @@ class ReplicasConfig(Settings):
 
     @model_validator(mode="after")
     def _roles_can_be_filled(self) -> ReplicasConfig:
-        roles = self.roles
-        if roles is None:
+        if self.prefill_replicas is None:
             return self
-        number = roles.prefill + roles.decode
-        if not self.is_elastic and number != self.num_replicas:
+        if self.prefill_replicas >= self.num_replicas:
             raise ValueError(
-                f"roles are for {roles.prefill} + {roles.decode} replicas, but num_replicas={self.num_replicas}: set "
-                f"num_replicas to {number}"
+                f"prefill_replicas={self.prefill_replicas} and num_replicas={self.num_replicas}: no replica is left "
+                f"for decode; raise num_replicas"
             )
-        if self.is_elastic and min(self.initial_replicas, self.min_replicas) < 2:
-            raise ValueError("roles need at least 2 replicas: raise num_replicas and autoscaling.min_replicas")
+        if self.is_elastic and self.min_replicas < 2:
+            raise ValueError("prefill_replicas needs at least 2 replicas: raise autoscaling.min_replicas")
         for has, what in (
             (self.groups, "groups"),
             (self.tensor_parallel > 1, f"tensor_parallel={self.tensor_parallel}"),
@@ -141,8 +137,8 @@ class ReplicasConfig(Settings):
         ):
             if has:
                 raise ValueError(
-                    f"roles and {what}: replicas with roles have equal settings and one process each, and fetch KV "
-                    f"memory from one another; remove one of the two"
+                    f"prefill_replicas and {what}: replicas for prefill and decode have equal settings and one process "
+                    f"each, and fetch KV memory from one another; remove one of the two"
                 )
         return self
 
@@ -158,6 +154,11 @@ class ReplicasConfig(Settings):
                 f"device_memory_gib={self.device_memory_gib:g} is for replicas that sleep: also set sleep_after_s"
             )
         return self
+
+    @property
+    def silence_timeout_s(self) -> float:
+        """The seconds of silence until a replica counts as lost. Slower machines need longer for both timeouts."""
+        return max(1.0, self.step_timeout_s / 20)
 
     @property
     def reserved_cpus(self) -> float:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from app.config.base import Settings, chosen
-from app.config.removed import refuse_removed
+from app.config.removed import without_removed
 
 
 class WholeBatchesConfig(Settings):
-    """Base class of the strategies that form whole batches."""
+    """Base class of the strategies that form whole batches of at most `max_running` sequences."""
 
-    batch_size: int = Field(8, ge=1, le=4096, description="sequences in one batch; for adaptive, the maximum")
     max_wait_ms: float = Field(50.0, ge=0, le=600_000, description="ms after which a batch starts, full or not")
 
 
@@ -30,29 +28,12 @@ class DynamicConfig(WholeBatchesConfig):
     """Like static, with a limit of the prompt tokens in one batch."""
 
     name: Literal["dynamic"] = "dynamic"
-    max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="maximum prompt tokens in one batch")
 
 
 class BucketedConfig(WholeBatchesConfig):
     """Selective batching by length: only prompts of one length class share a batch."""
 
     name: Literal["bucketed"] = "bucketed"
-    # Each class has prompts of up to twice the length of the class before, so that a batch takes at most twice the time
-    # of its shortest prompt.
-    bounds: tuple[Annotated[int, Field(ge=1, le=10_000_000)], ...] = Field(
-        (64, 128, 256, 512, 1024, 2048),
-        min_length=1,
-        max_length=64,
-        description="maximum prompt tokens of each length class, rising; longer prompts form one more class",
-    )
-
-    @field_validator("bounds")
-    @classmethod
-    def _bounds_rise(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        for shorter, longer in pairwise(value):
-            if longer <= shorter:
-                raise ValueError(f"{longer} follows {shorter}; each bound must be larger than the one before")
-        return value
 
 
 class SortedConfig(WholeBatchesConfig):
@@ -65,7 +46,6 @@ class AdaptiveConfig(WholeBatchesConfig):
     """Like dynamic, with a batch size that adapts to the latency of earlier batches."""
 
     name: Literal["adaptive"] = "adaptive"
-    batch_size: int = Field(32, ge=1, le=4096, description="sequences in one batch; for adaptive, the maximum")
     target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="target latency of a batch in ms")
 
 
@@ -129,16 +109,14 @@ Policy = Annotated[
 
 
 class TargetsConfig(Settings):
-    """Latency targets. At least one target must be set."""
+    """99th percentiles to keep by lowering max_step_tokens, prefill_chunk_tokens and max_running; default: none."""
 
     ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="maximum seconds to the first token")
     itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="maximum ms between two tokens of a request")
 
-    @model_validator(mode="after")
-    def _there_is_one(self) -> TargetsConfig:
-        if self.ttft_p99_s is None and self.itl_p99_ms is None:
-            raise ValueError("there is no target: set ttft_p99_s, itl_p99_ms or both, or leave out targets")
-        return self
+    def __bool__(self) -> bool:
+        """Whether there is a target."""
+        return self.ttft_p99_s is not None or self.itl_p99_ms is not None
 
 
 Preset = Literal["latency", "throughput", "mixed", "batch"]
@@ -167,10 +145,7 @@ class SchedulerConfig(Settings):
         512, ge=1, le=1_000_000, description="token budget of one step; if not set, at least max_running"
     )
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="maximum tokens of one prompt in one step")
-    targets: TargetsConfig | None = Field(
-        None,
-        description="99th percentiles to keep by lowering max_step_tokens, prefill_chunk_tokens and max_running",
-    )
+    targets: Annotated[TargetsConfig, BeforeValidator(lambda given: {} if given is None else given)] = TargetsConfig()
 
     @property
     def max_requests(self) -> int:
@@ -200,7 +175,7 @@ class SchedulerConfig(Settings):
     def _preset_fills_in(cls, given: Any, validated: ModelWrapValidatorHandler[SchedulerConfig]) -> SchedulerConfig:
         if not isinstance(given, Mapping):
             return validated(given)
-        refuse_removed(given, within="models[].engine.scheduler")
+        given = without_removed(given, within="models[].engine.scheduler")
         filled = {**PRESETS.get(str(given.get("preset")), {}), **given}
         config = validated(filled)
         if "max_step_tokens" not in given and config.max_step_tokens < config.max_running:

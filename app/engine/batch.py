@@ -6,7 +6,7 @@ A model runner reads a batch and does not change it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -95,7 +95,7 @@ class WaitReason(StrEnum):
 
 
 class SchedulingDecision(NamedTuple):
-    """The scheduler's decisions about a step that the batch does not show, for the trace."""
+    """The scheduler's decisions about a step, for the trace."""
 
     joined: Sequence[EngineSequence] = ()  # sequences that started to run with this step
     preempted: Sequence[EngineSequence] = ()  # sequences that were preempted since the previous step was scheduled
@@ -115,6 +115,8 @@ class StepBatch:
     scheduled: tuple[ScheduledSequence, ...]
     sequences: tuple[EngineSequence, ...]  # the scheduler's own records, one for each of `scheduled`
     began_at: float = 0.0  # when the step was scheduled, in seconds of the engine's clock
+    epoch: int = 0  # `RunningSequences.epoch` when the step was scheduled
+    decision: SchedulingDecision = field(default_factory=SchedulingDecision)
     num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder because summing over a thousand items is slow
     has_logprobs: bool = False  # any sequence wants log-probabilities of drawn tokens or of its prompt
     has_pooling: bool = False  # any sequence wants hidden states
@@ -163,14 +165,13 @@ class StepBatch:
     def part(self, which: slice) -> StepBatch:
         """Return a batch of some of the sequences."""
         scheduled = self.scheduled[which]
-        return StepBatch(
-            scheduled,
-            self.sequences[which],
-            began_at=self.began_at,
+        return replace(
+            self,
+            scheduled=scheduled,
+            sequences=self.sequences[which],
             num_scheduled_tokens=sum(len(item.token_ids) for item in scheduled),
             has_logprobs=any(item.wants_logprobs for item in scheduled),
             has_pooling=any(item.pooling is not None for item in scheduled),
-            has_drafts=self.has_drafts,
         )
 
     def __bool__(self) -> bool:
@@ -337,7 +338,7 @@ class BatchBuilder:
                 0,
                 None,
                 None if sequence.adapter is None else sequence.adapter.weights,
-                sequence.window_ids,
+                () if sequence.windows is None else sequence.windows.ids,
             )
         else:
             scheduled = self._scheduled_sequence(sequence, 1)
@@ -364,12 +365,14 @@ class BatchBuilder:
         self.num_tokens_left -= len(drafts)
         self._has_drafts = True
 
-    def build(self, *, began_at: float, launched_alone: bool = False) -> StepBatch:
+    def build(self, decision: SchedulingDecision, *, began_at: float, epoch: int, launched_alone: bool) -> StepBatch:
         """Return the batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
             tuple(self.sequences),
             began_at=began_at,
+            epoch=epoch,
+            decision=decision,
             num_scheduled_tokens=self._budget - self.num_tokens_left,
             has_logprobs=self._has_logprobs,
             has_pooling=self._has_pooling,
@@ -400,7 +403,7 @@ class BatchBuilder:
             matcher=sequence.matcher if samples else None,
             lacks_history=samples and sequence.lacks_history,
             adapter=None if sequence.adapter is None else sequence.adapter.weights,
-            window_ids=sequence.window_ids,
+            window_ids=() if sequence.windows is None else sequence.windows.ids,
         )
         if scheduled.wants_logprobs:
             self._has_logprobs = True

@@ -268,11 +268,11 @@ class BlockPool:
         assert block.prefix is not None, "only cached blocks have window blocks"
         return [self._in_windows.get((block.prefix, group)) for group in range(1, self.num_groups)]
 
-    def cache_in_window(self, block: Block, prefix: Prefix, group: int) -> None:
-        """Make a full, computed block of a window group findable, unless another block holds the same prefix."""
-        key = prefix, group
-        if self._in_windows.setdefault(key, block) is block:
-            block.window_of = key
+    def cache_in_windows(self, blocks: Iterable[Block | None], prefix: Prefix) -> None:
+        """Make full, computed blocks findable, one of each window group, unless other blocks hold the same prefix."""
+        for group, block in enumerate(blocks, 1):
+            if block is not None and self._in_windows.setdefault((prefix, group), block) is block:
+                block.window_of = prefix, group
 
     # ------------------------------------------------------------------ states
 

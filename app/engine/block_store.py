@@ -79,9 +79,7 @@ class Fetch:
         self.token_ids = token_ids
         self.slot = slot
         self.num_filled = 0  # filled blocks, counted from the first block
-        self.num_covered_by_snapshot = (
-            0  # the number of blocks that the snapshot in the slot covers; 0 without a snapshot
-        )
+        self.num_covered_by_snapshot = 0  # the number of blocks that the snapshot in the slot covers; 0 without one
         self.is_wanted = True  # the engine sets this to False when it no longer waits for the fetch
         self.is_done = False  # the store sets this to True when it will not write to the blocks or the slot again
 

@@ -1,4 +1,4 @@
-"""The engine: schedule, run, update. All other modules of this package serve these three lines of `Engine.step`."""
+"""The engine: schedule, run, update. All other modules of this package serve `Engine.step`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import EMPTY_BATCH, StepBatch, StepLimits, StepResult, kept_tokens
 from app.engine.block_pool import Prefix
+from app.engine.in_flight import InFlight
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, run_or_error
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
@@ -35,7 +36,10 @@ NO_ADAPTERS = (
 
 
 class Engine:
-    """A scheduler and a model runner behind add, abort and step. One thread uses it."""
+    """A scheduler and a model runner behind add, abort and step. One thread uses it.
+
+    If the runner launches steps, a step is launched before the results of the step before it are read, see `InFlight`.
+    """
 
     def __init__(
         self,
@@ -67,6 +71,8 @@ class Engine:
         self._tuner = self._new_tuner()
         self._quarantine = Quarantine()
         self._is_asleep = False
+        self._in_flight: InFlight | None = None
+        self._has_failed = False  # compute the next step without launching ahead, to find the requests at fault
 
     def prepare(self) -> None:
         """Do the slow preparations of the first step in advance. Call at most once, in the thread that calls `step`."""
@@ -80,6 +86,8 @@ class Engine:
     @property
     def idle_s(self) -> float | None:
         """Seconds until the next step has work if no request arrives. 0: now. None: never."""
+        if self._in_flight is not None:
+            return 0.0
         now = self._clock()
         due_at = self._scheduler.expires_at(now) if self._is_asleep else self._scheduler.due_at(now)
         return None if due_at is None else max(0.0, due_at - now)
@@ -152,8 +160,11 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Advance every scheduled sequence by one step. Computes nothing while the strategy waits.
 
+        If the runner launches steps, a call launches one step and returns the deltas of the step launched before.
+
         If the model runner raises, the engine runs the batch in parts. The requests that make a part fail end with an
-        error (a delta with `error`). The other requests continue with unchanged tokens.
+        error (a delta with `error`). The other requests continue with unchanged tokens. If the step was launched, the
+        engine undoes the launched steps, and the next call computes them again without launching ahead.
 
         A sleeping engine only ends overdue requests.
 
@@ -163,31 +174,86 @@ class Engine:
         """
         for observer in self._observers:
             observer.step_began()
-        if self._is_asleep:
-            return self._end_without_step()
-        batch = self._schedule()
-        result = self._kept(batch, self._run(batch) if batch else StepResult([]))
-        ended_at = self._clock()
-        return self._end_step(batch, self._scheduler.update(batch, result, now=ended_at), at=ended_at)
+        before, self._in_flight = self._in_flight, None
+        if before is None and (self._is_asleep or self._has_failed or not self.runner.launches):
+            self._has_failed = False
+            batch = EMPTY_BATCH if self._is_asleep else self._schedule()
+            return self._settle(batch, self._run(batch)) if batch else self._end_without_step()
+        if before is None or not (self._has_failed or self._is_waited_for(before.batch)):
+            self._in_flight = self._launch(is_ahead=before is not None)
+        return self._end_without_step() if before is None else self._settle_launched(before)
+
+    def _is_waited_for(self, batch: StepBatch) -> bool:
+        """Whether the engine schedules the next step only after the tokens of this batch are known."""
+        if batch.has_drafts or batch.launched_alone:  # do not wait twice in a row if no drafts came
+            return batch.has_drafts
+        return self._scheduler.hopes_for_drafts()
 
     def _schedule(self, *, is_ahead: bool = False) -> StepBatch:
         batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
-        decision = self._scheduler.take_decision()
         for observer in self._observers:
-            observer.scheduled(batch, decision)
+            observer.scheduled(batch)
         return batch
 
-    def _kept(self, batch: StepBatch, result: StepResult) -> StepResult:
-        """Return the result of a step without rejected drafts, and report the result to the observers."""
+    def _launch(self, *, is_ahead: bool) -> InFlight | None:
+        batch = self._schedule(is_ahead=is_ahead)
+        if not batch:
+            return None  # all sequences wait for their last token, or the strategy waits for its timer
+        pending = run_or_error(self.runner.launch, batch)
+        if isinstance(pending, Exception):  # no sequence has advanced, so the same batch is scheduled again
+            self._retry_after(FailureKind.LAUNCH, batch, pending)
+            return None
+        step = InFlight(batch, pending)
+        if not batch.lacks_history:
+            step.commit()
+        return step
+
+    def _draw(self, step: InFlight) -> InFlight | None:
+        """Draw the tokens of a launched step, now that the tokens of the previous step are known."""
+        step.batch = self._scheduler.with_history(step.batch)
+        error = run_or_error(step.pending.draw, step.batch)
+        if isinstance(error, Exception):  # the same handling as of a failed launch
+            self._retry_after(FailureKind.LAUNCH, step.batch, error)
+            return None
+        step.commit()
+        return step
+
+    def _settle_launched(self, step: InFlight) -> list[TokenDelta]:
+        """Wait for the result of a launched step and return its deltas. If the step failed, undo all launched steps."""
+        result = run_or_error(step.pending.result)
+        if not isinstance(result, Exception):
+            return self._settle(step.batch, result, is_committed=step.is_committed)
+        self._retry_after(FailureKind.RESULT, step.batch, result)
+        self._discard_in_flight()  # the device computes that step with the tokens of the failed step
+        step.roll_back()
+        return self._end_without_step()
+
+    def _settle(self, batch: StepBatch, result: StepResult, *, is_committed: bool = False) -> list[TokenDelta]:
+        """Process the result of a step, without rejected drafts, and return the deltas."""
         if batch.has_drafts:
             result = kept_tokens(batch, result)
         self._fail_unmatched(batch)
         for observer in self._observers:
             observer.sampled(batch, result.token_ids, result.num_kept)
-        return result
+        ended_at = self._clock()
+        deltas = self._scheduler.update(batch, result, now=ended_at, is_committed=is_committed)
+        if self._in_flight is not None and self._in_flight.batch.lacks_history:
+            self._in_flight = self._draw(self._in_flight)
+        return self._end_step(batch, deltas, at=ended_at)
+
+    def _discard_in_flight(self) -> None:
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            step.discard()
+
+    def _retry_after(self, how: FailureKind, batch: StepBatch, error: Exception) -> None:
+        logger.warning("a step of %d requests failed and is computed again: %s", len(batch.scheduled), described(error))
+        self._note_failed(how)
+        self._has_failed = True
 
     def _end_step(self, batch: StepBatch, deltas: list[TokenDelta], *, at: float) -> list[TokenDelta]:
-        step = EndedStep(batch, deltas, at, self._scheduler.last_step_s, self._scheduler.last_gap_s)
+        throughput = self._scheduler.throughput
+        step = EndedStep(batch, deltas, at, throughput.last_step_s, throughput.last_gap_s)
         for observer in self._observers:
             observer.step_ended(step)
         return deltas
@@ -295,6 +361,7 @@ class Engine:
         Meanwhile, requests may be added and aborted, and deadlines pass.
         """
         assert not self._is_asleep, "the engine is asleep"
+        self._discard_in_flight()
         self._is_asleep = True
         self._scheduler.give_up_memory()
         for observer in self._observers:
@@ -381,7 +448,7 @@ class Engine:
 
     def _new_tuner(self) -> Tuner | None:
         """Return a tuner that observes from now on, or None if the settings in force have no targets."""
-        if self._scheduler.config.targets is None:
+        if not self._scheduler.config.targets:
             return None
         tuner = Tuner(self._scheduler.config, running=self._scheduler.running, limit=self.limit)
         self._observers.append(tuner)

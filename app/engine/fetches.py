@@ -24,9 +24,7 @@ MIN_PATIENCE_S, FIRST_PATIENCE_S = 0.05, 1.0
 class _PendingFetch:
     """A fetch in progress."""
 
-    sequence: (
-        EngineSequence | None
-    )  # waits for the fetch; None if the sequence has ended or computes the tokens instead
+    sequence: EngineSequence | None  # waits for the fetch; None if it has ended or computes the tokens instead
     arrival: int  # the arrival number of the sequence
     parent: Prefix | str  # the parent of the first fetched block
     fetch: Fetch  # its blocks, and the cached blocks before them, stay owned until the fetch is done
@@ -90,9 +88,9 @@ class PrefixFetches:
         unknown. The pool must have free blocks for all tokens of the sequence.
         """
         store = self.store
-        if store is None or sequence.has_fetched:
+        if store is None or sequence.fetch_epoch == sequence.epoch:
             return False
-        sequence.has_fetched = True  # fetch only once: blocks that are evicted before the sequence joins are computed
+        sequence.fetch_epoch = sequence.epoch  # fetch only once: blocks evicted before the sequence joins are computed
         parent = sequence.request.prefix_salt if not cached else cached[-1].prefix
         assert parent is not None, "a cached block has a prefix"
         if isinstance(parent, Prefix):
@@ -175,7 +173,7 @@ class PrefixFetches:
         """
         back = [self._leave(each) for each in self._expected if each.sequence is not None]
         for sequence in back:
-            sequence.has_fetched = False
+            sequence.fetch_epoch = -1
         for each in self._expected:
             each.is_void = True
         if self.store is not None:

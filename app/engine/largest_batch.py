@@ -6,19 +6,19 @@ from app.config import SchedulerConfig
 from app.engine.batch import MAX_SCORED_TOKENS, ScheduledSequence, StepBatch
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
-from app.engine.request import ModelInfo, Pooling, SamplingParams
+from app.engine.request import FILTERS, ModelInfo, Pooling, SamplingParams
 from app.engine.state_pool import NO_STATE, StatePath
 
 
 def largest_batch(limits: SchedulerConfig, model_info: ModelInfo, *, block_size: int) -> StepBatch:
     """Return a batch with the most sequences and tokens that a step may have, and with the most expensive options.
 
-    All sequences use block 0 and state slot 0. Every sequence draws a token with top-p, a penalty, a grammar and
-    log-probabilities. The longest sequence also scores its prompt, and wants an embedding if the model supports it.
+    All sequences use block 0 and state slot 0. Every sequence draws a token with all filters, a penalty, a grammar
+    and log-probabilities. The longest sequence also scores its prompt, and wants an embedding if the model supports it.
     """
     max_logprobs = 20  # the maximum that the API accepts
     sampling = SamplingParams(
-        max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=max_logprobs, prompt_logprobs=max_logprobs
+        max_tokens=1, repetition_penalty=1.1, logprobs=max_logprobs, prompt_logprobs=max_logprobs, **FILTERS
     )
     matcher = TokenSet(range(0, model_info.vocab_size, 8), vocab_size=model_info.vocab_size)
     lengths = sequence_lengths(limits, longest=model_info.max_model_len)

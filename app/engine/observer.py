@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from app.config import SchedulerConfig
-from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
+from app.engine.batch import StepBatch, StepLimits
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import EngineSequence
 from app.engine.trace.entries import FailureKind
@@ -49,7 +49,7 @@ class StepObserver:
     def step_began(self) -> None:
         """A call of `Engine.step` began. The call ends with `step_ended`, or with `failed` if the device fails."""
 
-    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch) -> None:
         """The scheduler made this batch, which may be empty."""
 
     def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Sequence[int] = ()) -> None:

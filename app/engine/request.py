@@ -6,6 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -150,6 +151,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: report these tokens in place of the likeliest ones
+    top_n_sigma: float = 0.0  # standard deviations of the logits below the greatest; 0: no limit
 
     @property
     def is_greedy(self) -> bool:
@@ -173,6 +175,11 @@ class SamplingParams:
     def ends_at_eos(self) -> bool:
         """Whether an end-of-text token ends the output. A complete grammar can end in no other way."""
         return not self.ignore_eos or self.grammar is not None
+
+
+# The fields of `SamplingParams` that remove tokens before a draw, each with a common value by which samplers are tried.
+# Samplers read a field as an integer or a float, as its value here.
+FILTERS: Mapping[str, Any] = MappingProxyType({"top_k": 5, "top_p": 0.9, "min_p": 0.1, "top_n_sigma": 1.0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import islice
 
 from msgspec import structs
 
@@ -21,13 +21,13 @@ class ResultProcessor:
         self._pool = pool
         self._end = end
 
-    def process(self, batch: StepBatch, result: StepResult, *, is_ahead: bool) -> list[TokenDelta]:
+    def process(self, batch: StepBatch, result: StepResult, *, is_committed: bool) -> list[TokenDelta]:
         """Apply the result of a computed batch. Return one delta for each request with new tokens or an end.
 
         The result of a batch with drafts holds the accepted tokens. The KV of rejected drafts is not counted: the next
-        step overwrites it. If `is_ahead`, `commit_ahead` has counted the batch, and the tokens replace placeholders.
+        step overwrites it. If `is_committed`, the tokens replace the placeholders of `InFlight.commit`.
         """
-        has_states = self._pool.states is not None
+        has_states, epoch = self._pool.states is not None, batch.epoch
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         predicted = _predicted(batch, result) if has_drafts else {}
@@ -42,15 +42,15 @@ class ResultProcessor:
             end = item.start + len(token_ids if has_drafts else item.token_ids)  # cheaper than `item.end`
             is_decoding = has_states and sequence.is_decoding
             generated = sequence.generated_token_ids
-            if is_ahead and token_ids:
+            if is_committed and token_ids:
                 num_generated = end - sequence.num_prompt_tokens + 1
                 generated[num_generated - 1] = token_ids[0]
             else:
                 generated += token_ids
                 num_generated = len(generated)
-            is_current = item.block_ids is sequence.block_ids  # False: preempted since; its blocks may have new owners
+            is_current = sequence.epoch <= epoch
             if is_current:
-                if not is_ahead:
+                if not is_committed:
                     sequence.num_computed_tokens = end
                 if end >= (len(sequence.prefixes) + 1) * block_size:
                     self.cache_full_blocks(sequence, end)
@@ -67,22 +67,6 @@ class ResultProcessor:
             deltas = [_with_predicted(delta, predicted) for delta in deltas]
         return _with_scores(deltas, scores) if scores else deltas
 
-    def commit_ahead(self, batch: StepBatch) -> None:
-        """Count a batch as computed before its tokens are known. The placeholder of `batch.sampled[n]` is -1 - n."""
-        unknown = count(-1, -1)
-        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
-            sequence.num_computed_tokens = item.end
-            if item.samples:
-                sequence.generated_token_ids.append(next(unknown))
-
-    def roll_back(self, batch: StepBatch) -> None:
-        """Undo `commit_ahead`."""
-        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
-            if item.samples:
-                sequence.generated_token_ids.pop()
-            if item.block_ids is sequence.block_ids:  # a sequence that was preempted since has no computed tokens
-                sequence.num_computed_tokens = item.start
-
     def _advance_states(self, sequence: EngineSequence, end: int, *, generates: bool) -> None:
         """Advance the recurrent states of a sequence to the state after `end` tokens, and publish its new snapshots."""
         states, size = sequence.states, self._pool.block_size
@@ -93,19 +77,17 @@ class ResultProcessor:
 
     def cache_full_blocks(self, sequence: EngineSequence, num_computed_tokens: int) -> None:
         """Let other sequences share the blocks that the computed tokens fill; free the blocks that left a window."""
-        size = self._pool.block_size
+        size, windows = self._pool.block_size, sequence.windows
         for index in range(len(sequence.prefixes), num_computed_tokens // size):
             parent = sequence.prefixes[-1] if sequence.prefixes else sequence.request.prefix_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
             block, tenant = sequence.blocks[index], sequence.request.tenant
             prefix = self._pool.cache_full_block(block, content, parent=parent, tenant=tenant)
             sequence.prefixes.append(prefix)
-            for group, blocks in enumerate(sequence.window_blocks, 1):
-                own = blocks[index]
-                if own is not None:
-                    self._pool.cache_in_window(own, prefix, group)
-        if sequence.window_blocks:
-            self._pool.free(sequence.release_before(self._pool.first_in_window(num_computed_tokens)))
+            if windows is not None:
+                self._pool.cache_in_windows((blocks[index] for blocks in windows.blocks), prefix)
+        if windows is not None:
+            self._pool.free(windows.release_before(self._pool.first_in_window(num_computed_tokens)))
 
     def _drawn(
         self,

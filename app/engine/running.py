@@ -11,7 +11,7 @@ from typing import NamedTuple
 from app.engine.block_pool import Block, BlockPool, Prefix
 from app.engine.policies import OrderKey
 from app.engine.request import Pooling
-from app.engine.sequence import EngineSequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus, Windows
 from app.engine.state_pool import SLOTS_OF_SEQUENCE, StatePath
 
 _order_key = attrgetter("order_key")
@@ -35,6 +35,7 @@ class RunningSequences:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.in_order: list[EngineSequence] = []  # read-only for callers
+        self.epoch = 0  # how often sequences have given up their blocks
         self.num_background = 0  # running sequences of background requests
         self.num_predicted = 0  # running sequences whose request has a prediction of the output
         self._match: _Match | None = None  # result of the last prefix lookup
@@ -82,8 +83,9 @@ class RunningSequences:
         sequence.status = SequenceStatus.RUNNING
         in_windows = self._pool.found_in_windows(cached)
         self._pool.share(chain(cached, *in_windows))
-        sequence.num_released_blocks = len(cached) - len(in_windows[0]) if in_windows else 0
-        sequence.extend_blocks(cached, *([None] * sequence.num_released_blocks + found for found in in_windows))
+        sequence.extend_blocks(cached)
+        if in_windows:
+            sequence.windows = Windows(len(cached) - len(in_windows[0]), in_windows)
         sequence.prefixes = [block.prefix for block in cached if block.prefix is not None]
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
         if self._pool.states is not None:
@@ -107,6 +109,7 @@ class RunningSequences:
         del self.in_order[index]
         self.num_background -= sequence.request.is_background
         self.num_predicted -= bool(sequence.request.prediction_token_ids)
+        sequence.epoch = self.epoch = self.epoch + 1
         self._pool.free(sequence.take_blocks())
         if self._pool.states is not None and sequence.states is not None:
             self._pool.states.end(sequence.states)
@@ -127,10 +130,9 @@ class RunningSequences:
     def extend(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Give a sequence the blocks for `num_tokens` more tokens; `has_room_for` must hold."""
         blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
-        if num_groups == 1:
-            sequence.extend_blocks(blocks)
-        else:
-            sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
+        sequence.extend_blocks(blocks[::num_groups])
+        if sequence.windows is not None:
+            sequence.windows.extend(blocks[group::num_groups] for group in range(1, num_groups))
 
     def num_draftable(self, sequence: EngineSequence, *, is_short: bool) -> int:
         """Return how many drafts a sequence has room for. The last token before `max_tokens` is never a draft.

@@ -48,9 +48,8 @@ class Scheduler:
     """Owns every sequence from its arrival to its end, and the blocks of running sequences.
 
     `schedule` and `update` are separate so that a model can run between them: every scheduled batch must be updated or
-    failed before the next batch is scheduled. A caller that schedules a step while the previous step still runs calls
-    `commit_ahead` and `reconcile` in place of `update`. At most one batch may be between the two calls, and no batch
-    may follow an unreconciled batch with drafts. Times are in seconds of one monotonic clock.
+    failed before the next batch is scheduled, unless the batch was committed (`InFlight.commit`). At most one committed
+    batch may lack its `update`. Times are in seconds of one monotonic clock.
     """
 
     def __init__(
@@ -88,16 +87,10 @@ class Scheduler:
         # The median: a higher estimate would refuse requests that could meet their deadlines.
         self._lengths = OutputLengths(by_median=True)
         self._mean_length_error = 0.0  # tokens, absolute; a moving average
-        self._throughput = Throughput()
-        self._deadlines = Deadlines(self._throughput)
+        self.throughput = Throughput()
+        self._deadlines = Deadlines(self.throughput)
         self._results = ResultProcessor(pool, self._finish_complete)
         self._totals = Totals()
-        self._last_step_at = 0.0  # when the last step's results were processed
-        self.last_step_s = 0.0  # duration of the last step
-        # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
-        self.last_gap_s = 0.0
-        self._last_end_while_busy: float | None = None  # the end of the last step, if requests continued after it
-        self._decision = SchedulingDecision()  # decision of the last `schedule`, until `take_decision`
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +137,6 @@ class Scheduler:
             adapter=adapter,
         )
         self._num_arrived += 1
-        sequence.reset_window_tables(self.pool.num_groups - 1)
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,
@@ -235,11 +227,11 @@ class Scheduler:
         """Return the batch of the next step: first the running sequences, then the waiting sequences that may join.
 
         The batch is empty while the strategy waits for arrivals or for a timer; see `due_at`. `is_ahead` means that the
-        previous step has been committed ahead and is not reconciled yet. Tokens that are not known yet are then
-        placeholders (see `commit_ahead`), and the batch may be empty although sequences run.
+        previous step is in flight. Tokens that are not known yet are then placeholders (see `InFlight.commit`), and the
+        batch may be empty although sequences run.
         """
         if not len(self._running):
-            self._last_end_while_busy = None
+            self.throughput.is_paused = True
         self._finish_overdue(now)
         for sequence in self.fetches.collect(now):
             self._wait(sequence)
@@ -260,8 +252,9 @@ class Scheduler:
             add_drafts(builder, self.drafter, self._running, is_short=is_short, max_rows=self._max_rows)
         if self.pool.states is not None:
             builder.give_states(self._running.state_path)
-        self._record_decision(joined, wait_reason)
-        return builder.build(began_at=now, launched_alone=self._launches_ahead and not is_ahead)
+        decision = self._decision(joined, wait_reason)
+        launched_alone = self._launches_ahead and not is_ahead
+        return builder.build(decision, began_at=now, epoch=self._running.epoch, launched_alone=launched_alone)
 
     @property
     def _max_rows(self) -> int | None:
@@ -311,10 +304,10 @@ class Scheduler:
             first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
 
-    def _record_decision(self, joined: list[EngineSequence], wait_reason: WaitReason) -> None:
+    def _decision(self, joined: list[EngineSequence], wait_reason: WaitReason) -> SchedulingDecision:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
-        self._decision = SchedulingDecision(
+        return SchedulingDecision(
             joined, preempted, wait_reason if num_waiting else None, num_waiting, self.pool.num_free,
             *self.fetches.take_notes(),
         )  # fmt: skip
@@ -322,7 +315,7 @@ class Scheduler:
     # -- running sequences
 
     def _participants(self, *, is_ahead: bool) -> list[EngineSequence]:
-        """Return a new list of running sequences, without those that get their last token in the unreconciled step."""
+        """Return a new list of running sequences, without those that get their last token in the step in flight."""
         if is_ahead:
             # `or 1`: a sequence that generates nothing takes part until its prompt is computed.
             return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
@@ -361,7 +354,6 @@ class Scheduler:
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
-        sequence.has_fetched = False
         self._totals.preemptions += 1
         self._preempted.append(sequence)
         self._strategy.preempted(sequence)
@@ -396,7 +388,8 @@ class Scheduler:
             cached, num_blocks = self._running.blocks_to_join(sequence)
             if not (self.pool.can_allocate(num_blocks) and self._running.can_begin(cached)):
                 return WaitReason.BLOCKS
-            if self.fetches.begin(sequence, cached, now=now, tokens_per_s=self._prefill_tokens_per_s):
+            tokens_per_s = self.throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
+            if self.fetches.begin(sequence, cached, now=now, tokens_per_s=tokens_per_s):
                 self._waiting.pop(bucket)
                 continue
             self._join(sequence, cached, bucket)
@@ -404,11 +397,6 @@ class Scheduler:
             self._running.extend(sequence, num_tokens)
             builder.add_prefill(sequence, num_tokens)
         return WaitReason.SLOTS if len(self._running) >= self.limits.max_running else WaitReason.STRATEGY
-
-    @property
-    def _prefill_tokens_per_s(self) -> float:
-        """Tokens per second in steps of one prefill chunk; 0 while unknown."""
-        return self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
 
     def _join(self, sequence: EngineSequence, cached: list[Block], bucket: int) -> None:
         """Start the first waiting sequence after its cached prefix. There must be room for all of its tokens."""
@@ -448,77 +436,47 @@ class Scheduler:
         background = [each for each in self._running if each.request.is_background and each not in victims]
         return background[-num_missing:]
 
-    def take_decision(self) -> SchedulingDecision:
-        """Return the last `schedule`'s decision for the trace, and drop the reference to it and its sequences."""
-        decision, self._decision = self._decision, SchedulingDecision()
-        return decision
-
     # ------------------------------------------------------------------ update
 
-    def update(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Process a step's result. An empty batch returns only the deltas of sequences that ended without a step."""
-        return self._process(batch, result, now, is_ahead=False)
-
     def with_history(self, batch: StepBatch) -> StepBatch:
-        """Complete a batch that lacked history, once the last step is reconciled. Call this before `commit_ahead`."""
+        """Complete a batch that lacked history, once the step before it is updated."""
         scheduled = [
             with_history(item, sequence, self._eos_token_ids) if item.lacks_history else item
             for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
         ]
         return replace(batch, scheduled=tuple(scheduled))
 
-    def commit_ahead(self, batch: StepBatch) -> None:
-        """Count a batch as computed before its tokens are known, so that the next batch can be scheduled meanwhile.
-
-        The placeholder -1 - n stands for the token of `batch.sampled[n]` until `reconcile` replaces it. A batch with
-        drafts is not counted, and the next batch waits for it: the number of accepted drafts is known only at its end.
-        """
-        if not batch.has_drafts:
-            self._results.commit_ahead(batch)
-
-    def roll_back(self, batch: StepBatch) -> None:
-        """Undo `commit_ahead` of a batch because its step failed. The whole batch is computed again."""
-        if not batch.has_drafts:
-            self._results.roll_back(batch)
-
-    def reconcile(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Process the result of a batch that was committed ahead, and return the deltas as `update` does.
+    def update(
+        self, batch: StepBatch, result: StepResult, *, now: float, is_committed: bool = False
+    ) -> list[TokenDelta]:
+        """Process a step's result. Return the deltas: first of sequences that ended without a step, then of the batch.
 
         A sequence that ends here may already be in the next batch, which then draws a token that is discarded.
         """
-        return self._process(batch, result, now, is_ahead=not batch.has_drafts)
-
-    def _process(self, batch: StepBatch, result: StepResult, now: float, *, is_ahead: bool) -> list[TokenDelta]:
-        """Return the deltas after a step: first of sequences that ended without a step, then of the batch."""
         num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
         self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
-            processed = self._results.process(batch, result, is_ahead=is_ahead)
+            processed = self._results.process(batch, result, is_committed=is_committed)
             self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
             self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
             deltas += processed
         return deltas
 
     def _note_step(self, batch: StepBatch, result: StepResult, now: float, *, num_ended: int) -> None:
-        self._count_step(now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
+        num_tokens = batch.num_scheduled_tokens
+        self.throughput.note_step(now, began_at=batch.began_at, num_tokens=num_tokens, num_ended=num_ended)
+        self._totals.steps += 1
         if batch.has_drafts:
-            self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
+            self._totals.drafted_tokens += num_tokens - len(batch.sequences)
             self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
         if self.drafter is not None:
-            self.drafter.stepped(batch, result, seconds=self.last_gap_s)
+            self.drafter.stepped(batch, result, seconds=self.throughput.last_gap_s)
         self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
-
-    def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
-        self._totals.steps += 1
-        self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the previous one runs
-        self.last_gap_s = now - (began_at if self._last_end_while_busy is None else self._last_end_while_busy)
-        self._last_step_at = self._last_end_while_busy = now
-        self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps
 
@@ -552,7 +510,7 @@ class Scheduler:
             strategy=self.config.strategy.name,
             policy=self.config.policy.name,
             settings=self._settings,
-            batch_size=self._strategy.batch_size,
+            batch_size=self._strategy.batch_size(self.limits.max_running),
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self.fetches),
             num_waiting_tokens=self._waiting.num_tokens,
@@ -560,14 +518,14 @@ class Scheduler:
             num_background=self._running.num_background + len(self._waiting) - self._waiting.num_foreground,
             num_unpreemptible_background=0 if self._strategy.joins_any_step else self._running.num_background,
             estimated_wait_s=0.0 if has_slot else self.expected_wait_s(self._waiting.work),
-            ended_per_s=self._throughput.ended_per_s,
+            ended_per_s=self.throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
             num_layer_groups=self.pool.num_groups,
             block_size=self.pool.block_size,
             max_running=self.limits.max_running,
-            speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
+            speed=self.throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
             **self._totals.exported(),
             num_state_slots=0 if self.pool.states is None else self.pool.states.num_slots,
             num_free_state_slots=0 if self.pool.states is None else self.pool.states.num_free,
@@ -591,7 +549,7 @@ class Scheduler:
 
     def expected_wait_s(self, num_tokens: int) -> float:
         """Return how long a request behind `num_tokens` of work waits until it joins, at the recent throughput."""
-        tokens_per_s, ended_per_s = self._throughput.tokens_per_s, self._throughput.ended_per_s
+        tokens_per_s, ended_per_s = self.throughput.tokens_per_s, self.throughput.ended_per_s
         if not tokens_per_s:
             return 0.0
         return max(num_tokens / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import repeat
 
 from app.engine.adapter_store import HeldAdapter
 from app.engine.block_pool import Block, Prefix
@@ -20,6 +21,34 @@ class SequenceStatus(Enum):
     FETCHING = auto()  # its prefix is being fetched from a store
     RUNNING = auto()
     FINISHED = auto()
+
+
+class Windows:
+    """The blocks of one sequence in the window groups, with a list for each group, as `EngineSequence.blocks`.
+
+    A block that leaves its window is freed and replaced by None. Its id remains.
+    """
+
+    def __init__(self, num_released: int, found: Sequence[list[Block]]) -> None:
+        """found: the cached blocks with which the sequence begins, behind `num_released` blocks that it never needs."""
+        self.num_released = num_released  # blocks before the window in each group, counted from the start
+        self.blocks = tuple([*repeat(None, num_released), *blocks] for blocks in found)
+        self.ids = tuple([*repeat(0, num_released), *(block.block_id for block in blocks)] for blocks in found)
+
+    def extend(self, groups: Iterable[list[Block]]) -> None:
+        """Append blocks to each group."""
+        for own, ids, new in zip(self.blocks, self.ids, groups, strict=True):
+            own.extend(new)
+            ids.extend(block.block_id for block in new)
+
+    def release_before(self, first: int) -> list[Block]:
+        """Give up the blocks before index `first` and return them; the caller frees them."""
+        given: list[Block] = []
+        for own in self.blocks:
+            given += [block for block in own[self.num_released : first] if block is not None]
+            own[self.num_released : first] = [None] * max(0, first - self.num_released)
+        self.num_released = max(self.num_released, first)
+        return given
 
 
 @dataclass(slots=True, eq=False)
@@ -54,21 +83,20 @@ class EngineSequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
     num_preemptions: int = 0
-    has_fetched: bool = False  # a fetch was considered since the last preemption, see `PrefixFetches`
+    # `RunningSequences.epoch` when it last gave up its blocks. A step of an earlier epoch computes its tokens in blocks
+    # that may have new owners, so these tokens do not count as computed.
+    epoch: int = 0
+    fetch_epoch: int = -1  # its epoch when a fetch was last considered, see `PrefixFetches`
     num_fetched_tokens: int = 0  # tokens whose KV was fetched from a store
     fetch_s: float = 0.0  # time that the sequence has waited for fetches
     blocks: list[Block] = field(default_factory=list)  # in token order
-    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; never shortened in place: batches refer to it
-    # One list for each window group, as `blocks` and `block_ids`. A freed block is replaced by None; its id remains.
-    window_blocks: tuple[list[Block | None], ...] = ()
-    window_ids: tuple[list[int], ...] = ()
-    num_released_blocks: int = 0  # blocks freed in each window group, counted from the start
+    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; never shortened in place: steps read it
+    windows: Windows | None = None  # set while it runs, for a model with window groups
     prefixes: list[Prefix] = field(default_factory=list)  # prefixes of its full, computed blocks
     states: SequenceStates | None = None  # set while it runs, for a model with recurrent layers
     adjustments: LogitAdjustments | None = None  # while it runs with penalties or biases; see `current_adjustments`
     pooled: list[float] | None = None  # hidden states of the computed tokens, pooled for the embedding
     drafts: SequenceDrafts | None = None  # set while it runs, once drafts were looked up for it
-    num_draft_computed_tokens: int = 0  # known tokens with KV in the draft model's memory, under the same block ids
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -127,7 +155,7 @@ class EngineSequence:
 
     @property
     def has_unknown_token(self) -> bool:
-        """Whether a step that still runs draws the last token (see `Scheduler.commit_ahead`)."""
+        """Whether a step that still runs draws the last token (see `InFlight.commit`)."""
         generated = self.generated_token_ids
         return bool(generated) and generated[-1] < 0
 
@@ -162,35 +190,16 @@ class EngineSequence:
             self.adjustments.follow(self.generated_token_ids)
         return self.adjustments
 
-    def reset_window_tables(self, number: int) -> None:
-        """Create an empty block table for each window group. Call this before the sequence has any block."""
-        self.window_blocks = tuple([] for _ in range(number))
-        self.window_ids = tuple([] for _ in range(number))
-        self.num_released_blocks = 0
-
-    def extend_blocks(self, blocks: list[Block], *in_windows: Sequence[Block | None]) -> None:
-        """Append blocks. in_windows: as many blocks for each window group."""
+    def extend_blocks(self, blocks: list[Block]) -> None:
+        """Append blocks of the first group. The window groups then need as many blocks, see `Windows.extend`."""
         self.blocks.extend(blocks)
         self.block_ids.extend(block.block_id for block in blocks)
-        if in_windows:
-            for own, ids, new in zip(self.window_blocks, self.window_ids, in_windows, strict=True):
-                own.extend(new)
-                ids.extend(0 if block is None else block.block_id for block in new)
-
-    def release_before(self, first: int) -> list[Block]:
-        """Give up the window groups' blocks before index `first` and return them; the caller frees them."""
-        given: list[Block] = []
-        for own in self.window_blocks:
-            given += [block for block in own[self.num_released_blocks : first] if block is not None]
-            own[self.num_released_blocks : first] = [None] * max(0, first - self.num_released_blocks)
-        self.num_released_blocks = max(self.num_released_blocks, first)
-        return given
 
     def all_blocks(self) -> list[Block]:
         """Return the blocks of all groups, in token order."""
-        if not self.window_blocks:
+        if self.windows is None:
             return self.blocks
-        return [block for of_all in zip(self.blocks, *self.window_blocks, strict=True) for block in of_all if block]
+        return [block for of_all in zip(self.blocks, *self.windows.blocks, strict=True) for block in of_all if block]
 
     def take_blocks(self) -> list[Block]:
         """Give up all blocks and computed tokens, and return the blocks; the caller frees them.
@@ -199,8 +208,6 @@ class EngineSequence:
         """
         blocks = self.all_blocks()
         self.blocks, self.block_ids, self.prefixes = [], [], []
-        self.reset_window_tables(len(self.window_ids))
-        self.num_computed_tokens = self.num_draft_computed_tokens = 0
-        self.pooled = None
-        self.adjustments = self.drafts = None
+        self.num_computed_tokens = 0
+        self.windows = self.pooled = self.adjustments = self.drafts = None
         return blocks

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStats
-from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.batch import StepBatch
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import EngineTimes
@@ -181,15 +181,14 @@ class MeasurementCollector(StepObserver):
         self._step_s = Histogram(SECONDS)
         self._step_tokens = Histogram(TOKENS)
         self._step_requests = Histogram(SMALL_NUMBERS)
-        self._prefilling: list[
-            tuple[EngineSequence, int, float]
-        ] = []  # sequence, generated tokens and time when it joined
+        # The sequences without a first token, with their generated tokens and the time when they joined.
+        self._prefilling: list[tuple[EngineSequence, int, float]] = []
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         self._settings = config.version
 
-    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
-        for sequence in decision.joined:
+    def scheduled(self, batch: StepBatch) -> None:
+        for sequence in batch.decision.joined:
             if sequence.num_preemptions == 0:  # a preempted sequence has joined before
                 self._queue_s.observe(batch.began_at - sequence.arrived_at)
                 self._prefilling.append((sequence, sequence.num_generated_tokens, batch.began_at))

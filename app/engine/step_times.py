@@ -108,9 +108,14 @@ def _class_of(size: int) -> int:
 
 
 class Throughput:
-    """Steps, tokens and ended requests per second of computing; idle time does not count."""
+    """The time of the last step, and steps, tokens and ended requests per second of computing without idle time."""
 
     def __init__(self) -> None:
+        self.last_step_at = 0.0  # when the last step's results were processed, in seconds of the engine's clock
+        self.last_step_s = 0.0  # duration of the last step
+        # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
+        self.last_gap_s = 0.0
+        self.is_paused = True  # whether the last step left no running requests
         # The weight of old steps in these sums decays. The averages are ratios of sums.
         self._seconds = 0.0
         self._num_steps = 0.0
@@ -120,8 +125,12 @@ class Throughput:
         self._tokens_by_seconds = 0.0
         self._token_s: float | None = None  # seconds for one more token; None while all steps had one size
 
-    def note_step(self, seconds: float, *, num_tokens: int, num_ended: int) -> None:
-        """Record that a step took `seconds`, computed `num_tokens` and ended `num_ended` requests."""
+    def note_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
+        """Record that a step has ended now, computed `num_tokens` and ended `num_ended` requests."""
+        # A step that was launched ahead began while the step before it was running.
+        seconds = self.last_step_s = now - max(began_at, self.last_step_at)
+        self.last_gap_s = now - (began_at if self.is_paused else self.last_step_at)
+        self.last_step_at, self.is_paused = now, False
         horizon_s = 10.0  # after this many seconds of computing, a step has about a third of a new step's weight
         fading = exp(-max(seconds, 0.0) / horizon_s)
         self._seconds = self._seconds * fading + seconds

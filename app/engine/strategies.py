@@ -6,7 +6,6 @@ To add a strategy, add its settings to `app/config/scheduler.py`, a class here, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,9 +18,13 @@ from app.config import (
     SortedConfig,
     StaticConfig,
     StrategyConfig,
+    WholeBatchesConfig,
 )
 from app.engine.sequence import EngineSequence
 from app.engine.waiting_queue import Bucket, WaitingQueue
+
+PREFILL_STEPS = 8  # of a dynamic batch: with more steps, its first sequences would wait too long for its last ones
+SHORTEST_CLASS_TOKENS = 64  # shorter prompts take about as long in a step, which reads all weights
 
 
 def make_strategy(config: StrategyConfig) -> BatchingStrategy:
@@ -81,7 +84,10 @@ class BatchingStrategy(ABC):
     """Decides before every step how many waiting sequences may join. Used by one thread. The view contains the time."""
 
     joins_any_step = False  # whether sequences may join while other sequences run, so that one may replace another
-    batch_size = 0  # the batch size that the strategy currently aims at; 0 if it forms no batches
+
+    def batch_size(self, max_running: int) -> int:
+        """Return the batch size that the strategy currently aims at; 0 if it forms no batches."""
+        return 0
 
     @abstractmethod
     def plan(self, view: SchedulerView) -> StepPlan:
@@ -165,22 +171,27 @@ class _OpenBatch:
 class WholeBatches(BatchingStrategy):
     """Once a batch has formed, no other sequence joins until all sequences of the batch have ended.
 
-    A batch starts when it is full or when its oldest sequence has waited `max_wait_s`, so a last partial batch always
-    starts when this timer ends. If the token budget or memory of one step does not suffice for a batch, its remaining
-    seats are filled in the next steps. A preempted sequence gets its seat back.
+    A batch starts when `max_running` sequences wait or the oldest one has waited `max_wait_s`, so a last partial batch
+    always starts when this timer ends. If the token budget or memory of one step does not suffice for a batch, its
+    remaining seats are filled in the next steps. A preempted sequence gets its seat back.
     """
 
-    def __init__(self, *, batch_size: int, max_wait_s: float, max_batch_tokens: int | None = None) -> None:
-        self.batch_size = batch_size
-        self._max_wait_s = max_wait_s
-        self._max_batch_tokens = max_batch_tokens
+    def __init__(self, config: WholeBatchesConfig) -> None:
+        self._max_wait_s = config.max_wait_ms / 1e3
         self._batch: _OpenBatch | None = None
+
+    def batch_size(self, max_running: int) -> int:
+        return max_running
+
+    def _max_batch_tokens(self, view: SchedulerView) -> int | None:
+        """Return the most prompt tokens in one batch; None: no limit."""
+        return None
 
     def plan(self, view: SchedulerView) -> StepPlan:
         if not view.running:
             opens_at = self.opens_at(view)
             is_open = opens_at is not None and opens_at <= view.now
-            self._batch = _OpenBatch(view.now, self._new_seats(view), self._max_batch_tokens) if is_open else None
+            self._batch = _OpenBatch(view.now, self._new_seats(view), self._max_batch_tokens(view)) if is_open else None
         if self._batch is None:
             return CLOSED
         buckets = [
@@ -221,12 +232,12 @@ class WholeBatches(BatchingStrategy):
         Some bucket must be due. Only sequences that wait now get seats: later arrivals do not fill a partial batch.
         """
         _, number = min((self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets)
-        return {number: min(self.batch_size, view.waiting.bucket(number).num_waiting)}
+        return {number: min(self.batch_size(view.max_running), view.waiting.bucket(number).num_waiting)}
 
     def _due_at(self, bucket: Bucket, view: SchedulerView) -> float:
         """Return when a bucket's next batch starts if no other sequence arrives."""
-        is_full = bucket.num_waiting >= min(self.batch_size, view.max_running)
-        has_tokens = self._max_batch_tokens is not None and bucket.num_tokens >= self._max_batch_tokens
+        is_full, most = bucket.num_waiting >= self.batch_size(view.max_running), self._max_batch_tokens(view)
+        has_tokens = most is not None and bucket.num_tokens >= most
         timer_ends = bucket.oldest_at + self._max_wait_s
         return min(view.now, timer_ends) if is_full or has_tokens else timer_ends
 
@@ -245,35 +256,25 @@ class WholeBatches(BatchingStrategy):
 
 
 class Static(WholeBatches):
-    """A batch starts when none runs and `batch_size` sequences wait, or the oldest has waited `max_wait_ms`."""
-
-    def __init__(self, config: StaticConfig) -> None:
-        super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
+    """A batch starts when none runs and `max_running` sequences wait, or the oldest has waited `max_wait_ms`."""
 
 
 class Dynamic(WholeBatches):
-    """As `Static`; a batch starts earlier when waiting prompts have `max_batch_tokens`, which also limits its size."""
+    """As `Static`; a batch starts earlier when waiting prompts fill `PREFILL_STEPS`, which also limits its size."""
 
-    def __init__(self, config: DynamicConfig) -> None:
-        super().__init__(
-            batch_size=config.batch_size,
-            max_wait_s=config.max_wait_ms / 1e3,
-            max_batch_tokens=config.max_batch_tokens,
-        )
+    def _max_batch_tokens(self, view: SchedulerView) -> int:
+        return PREFILL_STEPS * view.max_step_tokens
 
 
 class Bucketed(WholeBatches):
     """As `Static`, but only prompts of one length class share a batch, and each class has its own timer.
 
-    Bucket `n` contains the prompts of at most `bounds[n]` tokens. The last bucket contains all longer prompts.
+    Each class has prompts of up to twice the length of the class before, so that a batch takes at most twice the time
+    of its shortest prompt. The first class has the prompts of at most `SHORTEST_CLASS_TOKENS`.
     """
 
-    def __init__(self, config: BucketedConfig) -> None:
-        super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
-        self._bounds = config.bounds
-
     def bucket_of(self, sequence: EngineSequence) -> int:
-        return bisect_left(self._bounds, sequence.num_prompt_tokens)
+        return max(0, ((sequence.num_prompt_tokens - 1) // (SHORTEST_CLASS_TOKENS // 2)).bit_length() - 1)
 
 
 class Sorted(WholeBatches):
@@ -285,9 +286,6 @@ class Sorted(WholeBatches):
 
     _STEP = 16  # lengths are compared in steps of 16 tokens; within one step, the policy's order decides
 
-    def __init__(self, config: SortedConfig) -> None:
-        super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
-
     def bucket_of(self, sequence: EngineSequence) -> int:
         """Return the length class: 0 or higher for foreground sequences, below 0 for background sequences."""
         number = sequence.num_prompt_tokens // self._STEP
@@ -297,14 +295,14 @@ class Sorted(WholeBatches):
         if not len(view.waiting):
             return None
         timer_ends = min(bucket.oldest_at for bucket in view.waiting.buckets) + self._max_wait_s
-        return min(view.now, timer_ends) if len(view.waiting) >= min(self.batch_size, view.max_running) else timer_ends
+        return min(view.now, timer_ends) if len(view.waiting) >= view.max_running else timer_ends
 
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
         """Return seats for the waiting sequences whose lengths are nearest to that of the oldest one."""
         waiting = list(view.waiting.buckets)
         oldest = min(waiting, key=lambda bucket: (bucket.number < 0, bucket.oldest_at))
         length = max(oldest.number, ~oldest.number)
-        seats, num_left = dict[int, int](), min(self.batch_size, view.max_running)
+        seats, num_left = dict[int, int](), view.max_running
         for bucket in sorted(waiting, key=lambda each: (each.number < 0, abs(max(each.number, ~each.number) - length))):
             seats[bucket.number] = min(bucket.num_waiting, num_left)
             num_left -= seats[bucket.number]
@@ -314,22 +312,29 @@ class Sorted(WholeBatches):
 class Adaptive(WholeBatches):
     """As `Static`, but the batch size grows by one while batches are fast and shrinks by one while batches are slow.
 
-    The first batch has one sequence. The configured `batch_size` is the maximum.
+    The first batch has one sequence. `max_running` is the maximum.
     """
 
     _NEWEST_SHARE = 0.25  # weight of the newest batch in the moving average: about the last eight batches count
     _TOO_FAST, _TOO_SLOW = 0.8, 1.2  # bounds of the average latency, as multiples of the target
 
     def __init__(self, config: AdaptiveConfig) -> None:
-        super().__init__(batch_size=1, max_wait_s=config.max_wait_ms / 1e3)
-        self._largest = config.batch_size
+        super().__init__(config)
+        self._batch_size = 1
         self._target_s = config.target_latency_ms / 1e3
         self._average_s: float | None = None
+
+    def batch_size(self, max_running: int) -> int:
+        return min(self._batch_size, max_running)
+
+    def _new_seats(self, view: SchedulerView) -> dict[int, int]:
+        self._batch_size = self.batch_size(view.max_running)
+        return super()._new_seats(view)
 
     def _batch_ended(self, latency_s: float) -> None:
         before = latency_s if self._average_s is None else self._average_s
         self._average_s = before + self._NEWEST_SHARE * (latency_s - before)
         if self._average_s < self._TOO_FAST * self._target_s:
-            self.batch_size = min(self.batch_size + 1, self._largest)
+            self._batch_size += 1
         elif self._average_s > self._TOO_SLOW * self._target_s:
-            self.batch_size = max(self.batch_size - 1, 1)
+            self._batch_size = max(self._batch_size - 1, 1)

@@ -73,7 +73,7 @@ class Tuner(StepObserver):
         self._running = running
         self._limit = limit
         targets = config.targets
-        assert targets is not None, "without targets there is nothing to hold"
+        assert targets, "without targets there is nothing to hold"
         self._itl_s = inf if targets.itl_p99_ms is None else targets.itl_p99_ms / 1e3
         self._ttft_s = inf if targets.ttft_p99_s is None else targets.ttft_p99_s
         self._highest = StepLimits.of(config)

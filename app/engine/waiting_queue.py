@@ -122,9 +122,7 @@ class Bucket:
         self.queue = queue
         self.num_waiting = 0
         self.num_tokens = 0  # prompt tokens
-        self._by_age: deque[EngineSequence] = (
-            deque()
-        )  # the oldest first; sequences that no longer wait are removed lazily
+        self._by_age = deque[EngineSequence]()  # the oldest first; sequences that no longer wait are removed lazily
 
     @property
     def oldest_at(self) -> float:

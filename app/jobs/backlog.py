@@ -28,6 +28,9 @@ class WaitingItem(Protocol):
     @property
     def id(self) -> str: ...
 
+    @property
+    def num_requests(self) -> int: ...
+
 
 ItemT = TypeVar("ItemT", bound=WaitingItem)
 
@@ -68,7 +71,8 @@ class Backlog(Generic[ItemT]):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests of the items that wait."""
+        return sum(item.num_requests for item in self._waiting)
 
     @property
     def num_suspects(self) -> int:
@@ -102,6 +106,10 @@ class Backlog(Generic[ItemT]):
         """Return a live view of the numbers of the items on an engine."""
         return self._on(engine).items.keys()
 
+    def num_requests_on(self, engine: int) -> int:
+        """Return the number of requests of the items that are on an engine."""
+        return sum(item.num_requests for item in self._on(engine).items.values())
+
     def has_items_for(self, engine: int, *, input_is_over: bool) -> bool:
         """Return whether `take` would return items for an engine with room."""
         on_engine = self._on(engine)
@@ -109,14 +117,19 @@ class Backlog(Generic[ItemT]):
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[ItemT]:
-        """Assign up to `room` waiting items to an engine, or one suspect once nothing else is left. Returns them."""
+        """Assign waiting items to an engine, or one suspect once nothing else is left. Returns them.
+
+        The last item may need more than the `room` requests that remain.
+        """
         if not self.has_items_for(engine, input_is_over=input_is_over):
             return []
         on_engine = self._on(engine)
-        if self._waiting:
-            taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        else:
+        taken: list[ItemT] = []
+        if not self._waiting:
             taken, on_engine.is_alone = [self._suspects.popleft()], True
+        while self._waiting and room > 0:
+            taken.append(self._waiting.popleft())
+            room -= taken[-1].num_requests
         on_engine.items.update((item.number, item) for item in taken)
         return taken
 

@@ -8,33 +8,31 @@ from __future__ import annotations
 import hashlib
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, BinaryIO
 
 from app.batches import CHATS_PATH, COMPLETIONS_PATH, PIECE_BYTES
 from app.config import shown
+from app.engine.request import SamplingParams
 from app.jobs.job import InvalidItem, Item, ItemError
 from app.json_input import read_json
 
 OpenFile = Callable[[], BinaryIO]
 
-_URLS_WITHOUT_TEXT = ("/v1/decisions", "/v1/classify")  # endpoints that generate no text
-ENGINE_URLS = (CHATS_PATH, COMPLETIONS_PATH, *_URLS_WITHOUT_TEXT)  # endpoints that engines can answer without the API
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 
-# Columns of a plain row that have the same meaning as in a request body. Any other column is ignored.
-SAMPLING_COLUMNS = (
-    "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop",
-    "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-    "response_format", "structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget",
-    "reasoning_effort",
-)  # fmt: skip
-# Sampling columns that may have texts. CSV cells of the remaining sampling columns are JSON: numbers, true, objects.
+# Columns of a plain row that may have texts. CSV cells of the other sampling columns are JSON: numbers, true, objects.
 TEXT_COLUMNS = ("stop", "reasoning_effort")
+# Columns of a plain row that have the same meaning as in a request body. Any other column is ignored. The field
+# `grammar` has other names in a body, and a row's answer has no log-probabilities.
+SAMPLING_COLUMNS = (
+    *(each.name for each in fields(SamplingParams) if each.name != "grammar" and "logprob" not in each.name),
+    *TEXT_COLUMNS, "max_completion_tokens", "response_format", "structured_outputs", "thinking_token_budget",
+)  # fmt: skip
 
 
 # One item
@@ -48,7 +46,7 @@ class NotAnItem(Exception):
         self.error = ItemError(code=code, message=message, param=param)
 
 
-def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
+def batch_line(value: Mapping[str, Any], urls: Collection[str]) -> tuple[str, str, dict[str, Any]]:
     """Return (custom_id, url, body) of a line of an OpenAI batch. Raises NotAnItem for the first error.
 
     The content of the body is checked when the item runs.
@@ -62,7 +60,7 @@ def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str,
         raise NotAnItem("invalid_custom_id", message, "custom_id")
     if method != "POST":
         raise NotAnItem("invalid_method", f"method should be 'POST'; got {shown(method)}", "method")
-    if url not in urls:
+    if not isinstance(url, str) or url not in urls:
         raise NotAnItem("invalid_url", f"url should be one of {', '.join(urls)}; got {shown(url)}", "url")
     if not isinstance(body, dict):
         raise NotAnItem("invalid_body", "body should be an object, the request to send", "body")
@@ -265,15 +263,18 @@ def has_question(row: Row, settings: RowSettings) -> bool:
     return _is_batch_line(row) or any(row.fields.get(name) is not None for name in names)
 
 
-def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
-    """Return the item of a row, which is an OpenAI batch line or a plain row with a prompt or messages column."""
+def item_of(row: Row, settings: RowSettings, urls: Mapping[str, bool]) -> Item | InvalidItem:
+    """Return the item of a row, which is an OpenAI batch line or a plain row with a prompt or messages column.
+
+    `urls` has the endpoints that a row may name, and whether the endpoint generates text.
+    """
     if row.fields is None:
         return InvalidItem(number=row.number, id=row.id, reason=row.error)
     try:
         if _is_batch_line(row):
             _, url, body = batch_line(
                 {"method": "POST", **row.fields, "custom_id": own_id({"custom_id": row.fields["custom_id"]})},
-                ENGINE_URLS,
+                urls,
             )
         else:
             fields = _typed(row.fields, settings) if row.has_cells else row.fields
@@ -283,7 +284,7 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
             raise NotAnItem("several_answers", message, "n")
     except NotAnItem as problem:
         return InvalidItem(number=row.number, id=row.id, reason=problem.error.message)
-    if url not in _URLS_WITHOUT_TEXT:
+    if urls[url]:
         body = _with_defaults(body, row.id, settings)
     return Item(number=row.number, id=row.id, url=url, body=body)
 

@@ -24,6 +24,7 @@ class Item:
     url: str
     body: Mapping[str, Any]
     num_bytes: int = 0  # the size of its line in the input
+    num_requests: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

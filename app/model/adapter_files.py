@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter: their folder and their digest. No torch here."""
+"""Finds the files of a LoRA adapter and computes their digest. No torch here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _QUANTISED_FILE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)\.gguf$", re.IGNORECASE)
 
 
 def adapter_at(name: str, path: str) -> Adapter:
-    """Return the adapter at a path, after a download if `path` is a hub id. Raises UnsupportedAdapter."""
+    """Return the adapter at a path, downloading it if `path` is a hub id. Raises UnsupportedAdapter."""
     return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(folder_seen_from_here(path))))
 
 
 def folder_of_adapter(adapter: Adapter) -> Path:
-    """Return the folder of the adapter's files on this machine. Raises UnsupportedAdapter."""
+    """Return the folder with the adapter's files on this machine. Raises UnsupportedAdapter if they are missing."""
     return adapter_folder(folder_seen_from_here(adapter.path))
 
 
 def check_digest(adapter: Adapter, folder: Path) -> None:
-    """Raise UnsupportedAdapter if the files in the folder differ from the files that were registered."""
+    """Raise UnsupportedAdapter if the files in the folder differ from those that the adapter was registered with."""
     digest = adapter_digest(folder)
     if digest != adapter.digest:
         raise UnsupportedAdapter(
@@ -38,7 +38,7 @@ def check_digest(adapter: Adapter, folder: Path) -> None:
 
 
 def adapter_folder(path: str) -> Path:
-    """Return a folder, or the download of a hub id. Raises UnsupportedAdapter if the path is neither."""
+    """Return `path` if it is a folder, else download it as a hub id. Raises UnsupportedAdapter if that fails."""
     if os.path.isdir(path):
         return Path(path).resolve()
     from transformers.utils.hub import snapshot_download
@@ -47,12 +47,12 @@ def adapter_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["adapter_*"]))
     except (OSError, ValueError) as error:
         raise UnsupportedAdapter(
-            f"there is no adapter {path[:200]!r}: no such folder here, and as a hub id: {first_line(error):.300}"
+            f"there is no adapter {path[:200]!r}: no folder here, and its download fails: {first_line(error):.300}"
         ) from error
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return a digest of the adapter's configuration and weights. Raises UnsupportedAdapter."""
+    """Return a digest of the adapter's configuration and weights. Raises UnsupportedAdapter if a file is missing."""
     digest_bytes = 8
     digest = hashlib.blake2b(digest_size=digest_bytes)
     for name in (CONFIG, WEIGHTS):
@@ -67,10 +67,10 @@ def adapter_digest(folder: Path) -> str:
 
 
 def another_base(folder: Path, served: Sequence[str], revision: str | None) -> str | None:
-    """Return a sentence if the adapter's configuration names other base weights than the served ones; else None.
+    """Return a sentence to log if the adapter seems to be trained on other base weights than the served, or None.
 
-    A difference is no proof: copies of the same weights have many names, and PEFT may write a local path. Only the last
-    parts of paths and hub ids are compared. The configuration must have been read successfully before.
+    A different name proves nothing, because copies of the same weights have many names and PEFT may write a local path.
+    Only the last parts of paths and hub ids are compared. Call after the configuration has been read successfully.
     """
     config = json.loads((folder / CONFIG).read_bytes())
     name, trained_revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -84,7 +84,7 @@ def another_base(folder: Path, served: Sequence[str], revision: str | None) -> s
 
 
 def names_in_config(location: str) -> list[str]:
-    """Return the name under which a folder's config.json says that the model was loaded, if it says so."""
+    """Return the name under which the model was loaded, as recorded in its config.json, or an empty list."""
     file = Path(location) / "config.json"
     name = json.loads(file.read_bytes()).get("_name_or_path") if file.is_file() else None
     return [name] if isinstance(name, str) and name else []

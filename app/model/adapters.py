@@ -1,4 +1,4 @@
-"""Reads LoRA adapters in PEFT's format and checks them against the served model. No code of an adapter runs."""
+"""Reads LoRA adapters in PEFT's format and checks that they fit the served model. An adapter's code never runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_RANK = 64
 
 
 def products_of(names: Names) -> dict[str, tuple[str, ...]]:
-    """Return the linear layers of a Llama-like layer that our decoders compute together, by product name."""
+    """Return the linear layers that our decoders multiply together in one product, by product name."""
     return {
         "query_key_value": QUERIES_KEYS_VALUES,
         "output": (names.attention_output,),
@@ -38,24 +38,22 @@ def products_of(names: Names) -> dict[str, tuple[str, ...]]:
 
 PRODUCTS = products_of(Names())  # the names in Llama itself
 _TENSOR = re.compile(r"base_model\.model\.(?P<linear>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # types that adapter files may have
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the types accepted in adapter files
 _MAX_CONFIG_BYTES = 1 << 20
-_NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?", re.ASCII)  # matches a text in one way only: linear time
+_NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?", re.ASCII)  # unambiguous, so matching takes linear time
 
 
 class Sizes(NamedTuple):
-    """The sizes of a linear layer."""
-
     num_inputs: int
     num_outputs: int
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """The product that an adapter adds to a linear layer's output: inputs × down × up."""
+    """The low-rank product that an adapter adds to a linear layer's output: inputs × down × up."""
 
     down: torch.Tensor  # [rank, num_inputs]
-    up: torch.Tensor  # [num_outputs, rank], multiplied by the adapter's scale
+    up: torch.Tensor  # [num_outputs, rank]; includes the adapter's scale
 
     @property
     def rank(self) -> int:
@@ -67,22 +65,22 @@ AdapterWeights = Mapping[str, LowRankUpdate]  # by the linear layer's name in th
 
 @dataclass(frozen=True, slots=True)
 class SlottedAdapter:
-    """An adapter in a slot of a GPU's memory, stored as the `adapter` of scheduled sequences."""
+    """An adapter in a slot of GPU memory. Scheduled sequences carry it as `adapter`."""
 
     slot: int
 
 
 class LlamaLayer(Protocol):
-    """The part of our decoders' layers that this module reads."""
+    """The attributes of our decoders' layers that this module reads."""
 
     @property
     def router(self) -> torch.Tensor | None:
-        """The router; None if the layer has no experts."""
+        """The router, or None if the layer has no experts."""
         ...
 
 
 def linear_sizes(settings: DecoderSettings, layers: Sequence[LlamaLayer]) -> dict[str, Sizes]:
-    """Return the linear layers that adapters may change, by name: in attention, and in MLPs without experts."""
+    """Return the sizes of the layers that adapters may change: linears of attention and of MLPs without experts."""
     return {
         linear_name(index, linear): size
         for index, (layer, own) in enumerate(zip(layers, settings.layers, strict=True))
@@ -98,19 +96,19 @@ def linear_name(layer: int, linear: str) -> str:
 
 
 def is_divided_by_inputs(linear: str) -> bool:
-    """Return whether ranks divide the linear layer by inputs; they divide other layers by outputs."""
+    """Return whether tensor parallelism splits the linear layer by inputs. All other layers are split by outputs."""
     return linear.endswith(("o_proj", "down_proj"))
 
 
 def whole_size(linear: str, own: Sizes, num_ranks: int) -> Sizes:
-    """Return the size of the whole linear layer, given the size of one rank's part."""
+    """Return the size of the undivided linear layer, given the size of one rank's part."""
     if is_divided_by_inputs(linear):
         return own._replace(num_inputs=own.num_inputs * num_ranks)
     return own._replace(num_outputs=own.num_outputs * num_ranks)
 
 
 def part_of_rank(weights: AdapterWeights, rank: int, num_ranks: int) -> AdapterWeights:
-    """Return one rank's part of an adapter: some inputs of A, or some outputs of B, for each linear layer."""
+    """Return one rank's part of an adapter: for each linear layer, a share of A's inputs or of B's outputs."""
 
     def part(linear: str, update: LowRankUpdate) -> LowRankUpdate:
         if is_divided_by_inputs(linear):
@@ -121,7 +119,7 @@ def part_of_rank(weights: AdapterWeights, rank: int, num_ranks: int) -> AdapterW
 
 
 def save_part(path: Path, part: AdapterWeights) -> None:
-    """Write a part of an adapter to a file, from which `read_part` reads it in another process."""
+    """Write one rank's part to a file, so that another process can load it with `read_part`."""
     from safetensors.torch import save_file
 
     named = {linear: (update.down, update.up) for linear, update in part.items()}
@@ -137,7 +135,7 @@ def read_part(path: Path) -> AdapterWeights:
 
 
 def products(settings: DecoderSettings) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the layer, the product and the linear layers that the product joins, for each product of each layer."""
+    """Yield (layer, product name, names of the joined linear layers) for each product of each layer."""
     own = products_of(settings.described.names)
     for layer in range(len(settings.layers)):
         for product, linears in own.items():
@@ -157,7 +155,7 @@ def _sizes_of_mlp(settings: DecoderSettings, layer: LayerSettings) -> dict[str, 
 
 
 class PeftConfig(BaseModel):
-    """The fields of adapter_config.json that affect the computation. The other fields are about training."""
+    """The fields of adapter_config.json that affect inference. The other fields concern training and are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -170,31 +168,31 @@ class PeftConfig(BaseModel):
     bias: str = "none"
 
     def why_not(self) -> str | None:
-        """Return the first feature that is not computed here; None if all features are."""
+        """Return the first unsupported feature, in words; None if all features are supported."""
         if self.peft_type != "LORA":
-            return f"peft_type is {self.peft_type[:40]}; only LORA is computed"
+            return f"peft_type is {self.peft_type[:40]}; only LORA is supported"
         if self.bias != "none":
-            return f"bias is {self.bias[:40]}; only adapters without biases are computed"
+            return f"bias is {self.bias[:40]}; only adapters without biases are supported"
         refused = (
             "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "target_parameters",
             "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
         )  # fmt: skip
         wrong = [name for name in refused if (self.model_extra or {}).get(name)]
-        return f"it has {', '.join(wrong)}, which is not computed" if wrong else None
+        return f"it uses {', '.join(wrong)}, which is not supported" if wrong else None
 
 
 class _ByLayer:
-    """The values of `rank_pattern` or `alpha_pattern` by linear layer; the first key that matches a layer counts.
+    """Looks up `rank_pattern` or `alpha_pattern` by linear layer. The first key that matches a layer wins.
 
-    PEFT reads a key as a regular expression that matches the end of a layer's name. An expression of unknown origin
-    may run for hours while it holds the interpreter's lock. So only names, ends of names and alternatives of these
-    are accepted, and are looked up.
+    PEFT treats a key as a regular expression that matches the end of a layer's name. An expression from an untrusted
+    file could run for hours while it holds the GIL, so nothing is ever compiled: only names, ends of names and
+    alternatives of these are accepted, and they are looked up in a dictionary.
     """
 
     def __init__(self, field: str, pattern: Mapping[str, float], default: float) -> None:
-        """Raises UnsupportedAdapter if a key is any other expression."""
+        """Raises UnsupportedAdapter if a key is any other regular expression."""
         self._default = default
-        self._values: dict[str, tuple[int, float]] = {}  # by end of name, or ^name: index of key, value
+        self._values: dict[str, tuple[int, float]] = {}  # end of a name, or ^name → (index of the key, value)
         for place, (key, value) in enumerate(pattern.items()):
             for end in _ends(field, key):
                 self._values.setdefault(end, (place, value))
@@ -212,20 +210,20 @@ def _ends(field: str, key: str) -> list[str]:
     if not all(map(_NAME.fullmatch, names)):
         raise UnsupportedAdapter(
             f"{CONFIG}: {field} has {key[:120]!r}; only names of layers, ends of names and alternatives of these are "
-            "followed, as q_proj, self_attn.q_proj or q_proj|k_proj, no other regular expressions"
+            "supported, such as q_proj, self_attn.q_proj or q_proj|k_proj, but no other regular expressions"
         )
     return [name.removesuffix("$").replace("\\.", ".") for name in names]
 
 
 class LinearUpdates:
-    """Adapters in transformers' code: each linear layer's output gets the updates of the adapters of its rows."""
+    """Applies adapters to a model in transformers' code, by hooks that add each row's update to a linear's output."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._linears: dict[str, torch.nn.Module] = {}
         self.sizes: dict[str, Sizes] = {}
         weight = next(module.parameters())
         self._dtype, self._device = weight.dtype, weight.device
-        self._late: list[dict[str, LowRankUpdate]] | None = None  # loaded without the device; None: it is here
+        self._late: list[dict[str, LowRankUpdate]] | None = None  # loaded while the device is suspended
         for name, linear in module.named_modules():
             inputs, outputs = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
             parent = module.get_submodule(name.rpartition(".")[0])
@@ -235,7 +233,7 @@ class LinearUpdates:
                 self._linears[name] = linear
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
-        """Return an adapter in the form that scheduled sequences have as `adapter`."""
+        """Return the adapter in the model's type and on its device, as scheduled sequences carry it in `adapter`."""
         device = self._device if self._late is None else torch.device("cpu")
         to = partial(torch.Tensor.to, device=device, dtype=self._dtype)
         adapter = {name: LowRankUpdate(to(each.down), to(each.up)) for name, each in weights.items()}
@@ -244,17 +242,17 @@ class LinearUpdates:
         return adapter
 
     def suspend_device(self) -> None:
-        """Prepare new adapters in the host's memory until `resume`. Adapters on the device stay in place."""
+        """Prepare new adapters in host memory until `resume` is called. Adapters on the device stay there."""
         self._late = []
 
     def resume(self) -> None:
-        """Move the adapters that were loaded meanwhile to the device, which is available again."""
+        """Move the adapters that were loaded since `suspend_device` to the device."""
         late, self._late = self._late or [], None
         for adapter in late:
             adapter |= self.prepare(adapter)
 
     def most_bytes(self, number: int, num_tokens: int) -> int:
-        """Return the bytes of `number` adapters of rank `MAX_RANK`, one more that a step still holds, and a step."""
+        """Return the bytes of a step, `number` adapters of rank `MAX_RANK`, and one more that a step still holds."""
         if not self.sizes:
             return 0
         of_one = MAX_RANK * sum(each.num_inputs + each.num_outputs for each in self.sizes.values())
@@ -263,14 +261,14 @@ class LinearUpdates:
 
     @contextmanager
     def of(self, batch: StepBatch) -> Iterator[None]:
-        """Apply the adapters of this batch to each forward pass inside the `with` block."""
+        """Apply the batch's adapters to each forward pass inside the `with` block."""
         with ExitStack() as hooks:
             for name, parts in self._parts_by_linear(batch).items():
                 hooks.callback(self._linears[name].register_forward_hook(partial(_add, parts)).remove)
             yield
 
     def _parts_by_linear(self, batch: StepBatch) -> dict[str, list[tuple[LowRankUpdate, torch.Tensor]]]:
-        """Return the updates of each linear layer, each with the indices of its tokens."""
+        """Return each linear layer's updates, paired with the indices of the tokens that they apply to."""
         found: dict[str, list[tuple[LowRankUpdate, torch.Tensor]]] = {}
         for adapter, places in tokens_by_adapter(batch) if batch.has_adapters else ():
             tokens = to_device(places, self._device)
@@ -285,14 +283,14 @@ def _add(
     given: tuple[torch.Tensor, ...],
     output: torch.Tensor,
 ) -> None:
-    """Add the updates to `output`. given, output: [1, num_tokens, features], or without the first dimension."""
+    """Add the updates to `output` in place. given, output: [1, num_tokens, features] or [num_tokens, features]."""
     for update, tokens in parts:
         rows = given[0].view(-1, given[0].shape[-1])[tokens]
         output.view(-1, output.shape[-1])[tokens] += rows @ update.down.T @ update.up.T
 
 
 def tokens_by_adapter(batch: StepBatch) -> list[tuple[object, list[int]]]:
-    """Return each adapter of a step with the ascending indices of its tokens in the packed row."""
+    """Return the adapters of a step, each with the ascending indices of its tokens in the packed row."""
     found: dict[int, tuple[object, list[int]]] = {}
     end = 0
     for item in batch.scheduled:
@@ -303,9 +301,9 @@ def tokens_by_adapter(batch: StepBatch) -> list[tuple[object, list[int]]]:
 
 
 def read_adapter(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
-    """Read an adapter for a model with these linear layers, which are given by name.
+    """Read an adapter and check that it fits a model. linears: the model's adaptable linear layers by name.
 
-    Raises UnsupportedAdapter if the adapter is for another model or has a feature that is not computed here.
+    Raises UnsupportedAdapter if the adapter is made for another model or needs an unsupported feature.
     """
     try:
         return _read(folder, linears)
@@ -318,7 +316,7 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     if (reason := config.why_not()) is not None:
         raise UnsupportedAdapter(reason)
     pairs = _pairs(_read_tensors(folder))
-    own = {plain_name(linear): linear for linear in linears}  # multimodal adapters prefix the names
+    own = {plain_name(linear): linear for linear in linears}  # adapters of multimodal models add a prefix
     missing = [linear for linear in pairs if plain_name(linear) not in own]
     if missing:
         unknown, known = (sorted({linear.rpartition(".")[2] for linear in each}) for each in (missing, linears))
@@ -332,7 +330,7 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
         rank = int(ranks.value_of(linear))
         name = own[plain_name(linear)]
         _check_factors(linear, factors, linears[name], rank)
-        # rsLoRA (Kalajdzievski, 2023) divides by the root of the rank.
+        # rsLoRA (Kalajdzievski, 2023) divides by the square root of the rank.
         scale = alphas.value_of(linear) / (math.sqrt(rank) if config.use_rslora else rank)
         updates[name] = _update(linear, factors, scale)
     return updates
@@ -367,26 +365,26 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the factors A and B of each linear layer."""
+    """Return the factors A and B by linear layer. Raises UnsupportedAdapter if a factor is missing or unknown."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise UnsupportedAdapter(f"{WEIGHTS} has {name[:120]}, which is no factor of a linear layer's LoRA")
+            raise UnsupportedAdapter(f"{WEIGHTS} has {name[:120]}, which is no factor of a LoRA update")
         pairs.setdefault(match["linear"], {})[match["factor"]] = tensor
     for linear, factors in pairs.items():
         if len(factors) < 2:
-            raise UnsupportedAdapter(f"{linear[:120]} has lora_{next(iter(factors))} alone")
+            raise UnsupportedAdapter(f"{linear[:120]} has only lora_{next(iter(factors))}, without its other factor")
     if not pairs:
         raise UnsupportedAdapter(f"{WEIGHTS} is empty")
     return pairs
 
 
 def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Sizes, rank: int) -> None:
-    """Raise UnsupportedAdapter if shapes or types are wrong. Reads only the tensors' metadata."""
+    """Raise UnsupportedAdapter if a shape or type is wrong. Reads only the tensors' metadata, not their numbers."""
     down, up = factors["A"], factors["B"]
     if rank > MAX_RANK:
-        raise UnsupportedAdapter(f"{linear} has rank {rank}; at most {MAX_RANK} is computed")
+        raise UnsupportedAdapter(f"{linear} has rank {rank}; at most {MAX_RANK} is supported")
     found, wanted = (tuple(down.shape), tuple(up.shape)), ((rank, sizes.num_inputs), (sizes.num_outputs, rank))
     if found != wanted:
         raise UnsupportedAdapter(
@@ -395,11 +393,11 @@ def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Size
         )
     for factor in (down, up):
         if factor.dtype not in _DTYPES:
-            raise UnsupportedAdapter(f"{linear} has numbers of type {factor.dtype}, which is not read")
+            raise UnsupportedAdapter(f"{linear} has numbers of type {factor.dtype}, which is not supported")
 
 
 def _update(linear: str, factors: Mapping[str, torch.Tensor], scale: float) -> LowRankUpdate:
-    """Return a scaled copy: `factors` are mapped pages of a file, which may change while the adapter is in use."""
+    """Return a scaled copy of the factors, which are mapped pages of a file that may change while they are in use."""
     down, up = (factors[name].to(torch.float32, copy=True) for name in "AB")
     up *= scale
     if not (down.isfinite().all() and up.isfinite().all()):

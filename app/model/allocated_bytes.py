@@ -1,6 +1,6 @@
-"""Counts the memory that operators allocate, for a step on a device whose allocator does not count.
+"""Counts the memory that operators allocate, for devices whose allocator keeps no statistics.
 
-On the meta device, where tensors have sizes and nothing is computed, the count predicts a step of any model.
+A step on the meta device, whose tensors have sizes but no data, predicts the memory of any model's step this way.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operators that only create a tensor. Views are not listed.
+# Operators that create a tensor without launching a kernel. Views need not be listed.
 _WITHOUT_KERNEL = frozenset({
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach_",
 })  # fmt: skip
 
 
 class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts allocations: `with AllocatedBytes(device) as allocated: ...`. Misses most memory inside operators."""
+    """Counts allocations in `with AllocatedBytes(device) as allocated: ...`, but few of operators' internal buffers."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
-        self.peak = 0  # the most bytes allocated inside the block that existed at once
-        self.num_kernels = 0  # operators that computed something
+        self.peak = 0  # the most bytes that existed at once, of those allocated inside the block
+        self.num_kernels = 0  # the number of operators that would launch a kernel
         self._now = 0
-        self._known: set[int] = set()  # addresses of the storages seen
+        self._known: set[int] = set()  # addresses of all storages seen so far
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
-            self._see(tensor.untyped_storage(), 0)  # weights and inputs, allocated before the block
+            self._see(tensor.untyped_storage(), 0)  # weights and inputs count 0: they existed before the block
         with self:
             made_of = func.decompose(*args, **kwargs)
         if made_of is not NotImplemented:
@@ -63,27 +63,27 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:  # the meta device computes it only in bfloat16
+    if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:  # torch lacks it but for bfloat16
         return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
     return func(*args, **kwargs)
 
 
 def launches_kernel(func: Any) -> bool:
-    """Return whether a torch operator computes or copies something, so that a GPU launches a kernel for it."""
+    """Return whether a torch operator computes or copies data, so that a GPU launches a kernel for it."""
     return not (func.is_view or func.overloadpacket.__name__ in _WITHOUT_KERNEL)
 
 
 def _inside_of(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that an operator allocates internally, as measured in the CPU allocator."""
-    if func is torch.ops.aten.logsumexp.default:  # exponentials
+    """Return the bytes that an operator allocates for internal buffers, as measured in torch's CPU allocator."""
+    if func is torch.ops.aten.logsumexp.default:  # allocates the exponentials
         return int(args[0].nbytes)
     if func in (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList) and not args[0].is_floating_point():
-        return int(args[0].numel()) * torch.long.itemsize  # a copy in the result's type
+        return int(args[0].numel()) * torch.long.itemsize  # allocates a copy in the result's type
     return 0
 
 
 def num_bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the bytes of the storages behind some tensors. Each storage counts once."""
+    """Return the total bytes of the tensors' storages. A storage that several tensors share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

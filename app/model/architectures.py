@@ -1,7 +1,7 @@
-"""The architectures that our own decoders compute, with one frozen description for each.
+"""Describes the architectures that our own decoders support. transformers' code runs all other models.
 
-The choice of a number type, the checks before a load, the packing of weights and the lists in tests follow from
-the descriptions. transformers' code runs the models of all other architectures.
+Each architecture is declared here once. The choice of a number type, the checks before a load, the packing of weights
+and the lists in tests follow from its description.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 Mixer = Literal["attention", "short_convolution", "gated_delta_rule"]
 Activation = Literal["silu", "gelu_tanh"]
 Backend = Literal["cpu", "cuda"]  # our C++ decoder, and our CUDA decoder
-# The values of `layer_types` in config.json that are not attention.
+# The values of `layer_types` in config.json that stand for mixers other than attention.
 MIXERS: Mapping[str, Mixer] = {"conv": "short_convolution", "linear_attention": "gated_delta_rule"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of a layer's parts in a checkpoint. An empty name: the architecture does not have this part."""
+    """The names of a layer's parts in a checkpoint. An empty name means that the architecture lacks the part."""
 
     mixer_input_norm: str = "input_layernorm"
     mixer_output_norm: str = ""
@@ -32,37 +32,37 @@ class Names:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    output_scale: str = ""  # one factor for the outputs of a layer
+    output_scale: str = ""  # one factor by which a layer multiplies its outputs
     final_norm: str = "norm"  # the norm of the whole model's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The weights of a token's experts in a mixture of experts (Shazeer et al., 2017)."""
+    """How a mixture of experts weighs the experts of a token (Shazeer et al., 2017)."""
 
-    weights_sum_to_one: bool | None = None  # None: `norm_topk_prob` decides
+    weights_sum_to_one: bool | None = None  # if None, `norm_topk_prob` in config.json decides
     rounds_weights: bool = True  # whether weights, and outputs times weights, are rounded to the model's type
     size: str = "moe_intermediate_size"  # the name of an expert's inner size in config.json
-    has_shared: bool = False  # whether a further expert computes all tokens
+    has_shared: bool = False  # whether one more expert computes all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The differences between an architecture and Llama. Without arguments, it describes Llama.
+    """The differences between an architecture and Llama. `Architecture()` is Llama itself.
 
-    Llama normalises the inputs of attention and of the MLP (RMSNorm), turns whole heads by rotary positions, shares
-    keys and values among query heads, and has an MLP with a gate that SiLU activates.
+    Llama normalises the inputs of attention and of the MLP (RMSNorm), rotates whole heads by their positions, shares
+    keys and values among query heads, and gates its MLP with SiLU.
     """
 
     names: Names = field(default_factory=Names)
     norm_offset: float = 0.0  # added to the weights of norms
     rounds_in_norms: bool = True  # round to the model's type before the multiplication by the norm's weight
-    norms_all_heads: bool = False  # one norm for all heads' queries, and one for all heads' keys
-    norms_values: bool = False  # each head's values, by a norm without weights
+    norms_all_heads: bool = False  # normalise the queries of all heads together, and likewise the keys
+    norms_values: bool = False  # normalise each head's values, without weights
     rounds_rotary: bool = True  # whether cosines, sines and the numbers they multiply are rounded to the model's type
     activation: Activation = "silu"
-    scales_embedding: bool = False  # by the square root of the hidden size
-    gates_attention: bool = False  # the projection of queries has extra outputs, which gate the output of attention
+    scales_embedding: bool = False  # multiply embeddings by the square root of the hidden size
+    gates_attention: bool = False  # the query projection has extra outputs that gate attention's output
     experts: Experts | None = None
     backends: frozenset[Backend] = frozenset({"cpu", "cuda"})
 
@@ -121,15 +121,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 class TextModel(NamedTuple):
-    """The language model of a multimodal checkpoint as a model of its own."""
+    """The class that serves a multimodal checkpoint's language model alone."""
 
     model_type: str
     architecture: str
-    settings: Mapping[str, Any] = MappingProxyType({})  # that the model's own class has no name for
+    settings: Mapping[str, Any] = MappingProxyType({})  # settings that its config.json omits, but the class needs
 
 
-# The keys are the types that multimodal checkpoints give their language models. Without images, three-dimensional
-# positions equal ordinary positions.
+# The keys are the `model_type` of `text_config` in multimodal checkpoints. Without images, the three-dimensional
+# positions of some of these models equal ordinary positions.
 TEXT_MODELS = {
     "gemma3_text": TextModel("gemma3_text", "Gemma3ForCausalLM"),
     "gemma4_text": TextModel("gemma4_text", "Gemma4ForCausalLM"),
@@ -149,11 +149,11 @@ TEXT_MODELS = {
 
 
 def architectures_of(described: Mapping[str, Any]) -> list[str]:
-    """Return the language model's architectures from a config.json. described: the content of the file."""
+    """Return the architectures of a model's language part. described: the content of config.json."""
     kind = (described.get("text_config") or {}).get("model_type")
     return [TEXT_MODELS[kind].architecture] if kind in TEXT_MODELS else list(described.get("architectures") or ())
 
 
 def computed_by(backend: Backend) -> frozenset[str]:
-    """Return the class names of the architectures that one of our decoders computes."""
+    """Return the class names of the architectures that a decoder of ours supports."""
     return frozenset(name for name, each in ARCHITECTURES.items() if backend in each.backends)

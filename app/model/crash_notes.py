@@ -1,7 +1,7 @@
-"""Notes that remain when a crash or a hang ends a process: a segmentation fault raises no exception.
+"""Leaves a note for the next process when a crash or a hang ends this one: no exception reports such an end.
 
-Python's `faulthandler` writes the tracebacks of all threads into a file, even while native code holds the GIL. Each
-process holds a lock on its file, so the next process can tell which files belong to processes that have ended.
+Python's `faulthandler` writes the tracebacks of all threads to a file, even while native code holds the GIL. Each
+process locks its own file, so that the next process can tell which files belong to processes that have ended.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from app.disk import hidden_name, take_lock
 
 logger = logging.getLogger(__name__)
 
-HANGS_S = 600.0  # longer than any work at the load, including compilers
+HANGS_S = 600.0  # longer than any step of a load takes, including compilation
 _PREFIX = "crash-"
-_note: tuple[Path, int] | None = None  # this process's file and descriptor; `faulthandler` has one file
+_note: tuple[Path, int] | None = None  # this process's file and its descriptor; `faulthandler` supports only one
 _is_timed = False
 
 
 def open_note(folder: Path, work: str) -> None:
-    """Leave a note in this folder if this process crashes from now on. The last of several calls counts.
+    """Leave a note in this folder if this process crashes from now on. A later call replaces `work`, not the folder.
 
-    work: a line that says what the process does, for the process that reads the note.
+    work: one line that identifies the work during which the crash happens; `crashes` returns it.
     """
     global _note
     content = f"{work}\n".encode()
-    if _note is not None:  # keep the file: the timer of `ending_hangs` may hold it
+    if _note is not None:  # rewrite the file in place, because the timer of `ending_hangs` may write to its descriptor
         os.ftruncate(_note[1], 0)
         os.pwrite(_note[1], content, 0)
         os.lseek(_note[1], len(content), os.SEEK_SET)
@@ -43,7 +43,7 @@ def open_note(folder: Path, work: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = take_lock(hidden)
-        assert descriptor is not None, "no other process knows the name"
+        assert descriptor is not None, "the name includes the process id, so no other process locks it"
         os.write(descriptor, content)
         hidden.rename(path)
     except OSError as error:
@@ -51,15 +51,15 @@ def open_note(folder: Path, work: str) -> None:
         if descriptor is not None:
             os.close(descriptor)
         return
-    # A library may have replaced faulthandler's signal handlers, as Ray does. An enabled faulthandler would only switch
-    # to the new file.
+    # Libraries such as Ray may have replaced faulthandler's signal handlers. Without `disable`, `enable` would only
+    # switch files and not install the handlers again.
     faulthandler.disable()
     faulthandler.enable(descriptor)
     _note = path, descriptor
 
 
 def close_note() -> None:
-    """Remove the note. Later crashes write their tracebacks to standard error."""
+    """Remove the note. Later crashes write tracebacks to standard error."""
     if _note is not None:
         _note[0].unlink(missing_ok=True)
         _forget_note()
@@ -76,15 +76,15 @@ def _forget_note() -> None:
     _note = None
 
 
-atexit.register(close_note)  # a crash while the interpreter exits means nothing
+atexit.register(close_note)  # a crash while the interpreter exits is not an error
 os.register_at_fork(after_in_child=_forget_note)  # the note belongs to the parent
 
 
 @contextmanager
 def ending_hangs() -> Iterator[None]:
-    """End a process that has a note if the block takes longer than `HANGS_S`: nothing can interrupt a compiler.
+    """End the process, leaving its note, if the block takes longer than `HANGS_S`. Does nothing without a note.
 
-    A nested block shares the time limit of the outer block.
+    Ending the process is the only way out of a compiler that hangs. Nested blocks share the outermost block's limit.
     """
     global _is_timed
     if _note is None or _is_timed:
@@ -100,9 +100,9 @@ def ending_hangs() -> Iterator[None]:
 
 
 def crashes(folder: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield the work, the note's first line and the end time of each process that crashed or hung since the last call.
+    """Yield (work, first line of the note, end time) for each process that crashed or hung since the last call.
 
-    The whole note is logged. The files of processes that ended normally are removed.
+    Logs each note in full and removes its file. Also removes the files of processes that ended without a crash.
     """
     for path in sorted(folder.glob(f"{_PREFIX}*")):
         try:

@@ -1,6 +1,6 @@
-"""Reads lengths, end tokens and the vocabulary from a model's folder, without the weights. No torch here.
+"""Reads a model's length limit, end tokens and vocabulary from its folder, but no weights. No torch here.
 
-`AutoConfig` is not used: it imports torch, which a simulated replica never loads.
+`AutoConfig` is avoided because it imports torch, which a simulated replica never loads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from app.config import ModelConfig
 from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup, first_line
 
-_POOLING_MODES = {  # the names in both config formats of sentence-transformers
+_POOLING_MODES = {  # as named in both config formats of sentence-transformers
     "pooling_mode_cls_token": Pooling.CLS,
     "pooling_mode_mean_tokens": Pooling.MEAN,
     "pooling_mode_lasttoken": Pooling.LAST,
@@ -26,17 +26,17 @@ _POOLING_MODES = {  # the names in both config formats of sentence-transformers
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The model info that a model's folder provides."""
+    """The properties of a model that can be read without its weights."""
 
     model_info: ModelInfo
-    text_token_ids: tuple[int, ...]  # tokens that decode to text: neither special nor part of a character
+    text_token_ids: tuple[int, ...]  # tokens that decode to text alone: not special, no part of a character
 
 
 def read_description(config: ModelConfig, location: str) -> ModelDescription:
     """Read config.json, generation_config.json and the tokenizer of a folder or hub id.
 
     Raises:
-        InvalidSetup: a file, or a required value in a file, is missing.
+        InvalidSetup: a file or a required value is missing, or cannot be read.
     """
     whole = read_config(config, location)
     text: dict[str, Any] = whole.get("text_config") or whole
@@ -68,20 +68,20 @@ def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SentenceSettings:
-    """The settings in sentence-transformers' files in a model's folder; all None if the folder has no such files."""
+    """The settings in sentence-transformers' files. All are None if the model's folder contains no such files."""
 
     pooling: Pooling | None = None
     max_length: int | None = None  # the most tokens of one text
-    why_not: str | None = None  # the reason if the vectors cannot be computed here
+    why_not: str | None = None  # the reason if a module or setting is not supported
 
 
 def sentence_settings(config: ModelConfig, location: str) -> SentenceSettings:
-    """Read modules.json and the files that it names. Raises InvalidSetup for a file that cannot be read."""
+    """Read modules.json and the files that it refers to. Raises InvalidSetup if a file cannot be read."""
     modules: list[dict[str, Any]] = _read_json(config, location, "modules.json") or []
     kinds = [str(each.get("type", "")).rpartition(".")[2] for each in modules]
     unknown = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
     if unknown:
-        return SentenceSettings(why_not=f"modules.json has a module that is not computed here: {', '.join(unknown)}")
+        return SentenceSettings(why_not=f"modules.json has a module that is not supported: {', '.join(unknown)}")
     length = _read_json(config, location, "sentence_bert_config.json").get("max_seq_length")
     if "Pooling" not in kinds:
         return SentenceSettings(max_length=length)
@@ -91,15 +91,15 @@ def sentence_settings(config: ModelConfig, location: str) -> SentenceSettings:
     wanted = wanted or [f"pooling_mode_{pooling.get('pooling_mode')}"]
     if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
         names = ", ".join(name.removeprefix("pooling_mode_") for name in wanted)
-        return SentenceSettings(why_not=f"{folder}/config.json pools by {names}; only cls, mean and last are known")
+        return SentenceSettings(why_not=f"{folder}/config.json pools by {names}; only cls, mean and last are supported")
     return SentenceSettings(_POOLING_MODES[wanted[0]], length)
 
 
 def max_model_len(config: ModelConfig, limit: int | None) -> int:
-    """Return the most tokens of prompt and output together: the configured number, or by default the model's limit.
+    """Return the maximum of prompt plus output tokens: `config.max_model_len` if set, otherwise the model's limit.
 
     Raises:
-        InvalidSetup: neither number is known, or the configured number exceeds the model's limit.
+        InvalidSetup: both are unknown, or the configured number exceeds the model's limit.
     """
     asked = config.max_model_len
     longest = asked if asked is not None else limit
@@ -111,14 +111,14 @@ def max_model_len(config: ModelConfig, limit: int | None) -> int:
 
 
 def as_token_ids(found: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Return the end tokens from a configuration, which names none, one or several."""
+    """Return `eos_token_id` of a configuration, which may be missing, a number or a list, as a tuple."""
     if found is None:
         return ()
     return tuple(found) if isinstance(found, Iterable) else (int(found),)
 
 
 def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
-    """Return each token's text when decoded alone, by token id; empty for a special token."""
+    """Return each token's text when decoded alone, by token id. Special tokens have an empty text."""
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -139,7 +139,7 @@ def _is_text(shown: str) -> bool:
 
 
 def _read_json(config: ModelConfig, location: str, name: str) -> Any:
-    """Return the content of a JSON file in the folder; an empty object if the file is missing."""
+    """Return the content of a JSON file in the folder, or an empty object if the file is missing."""
     try:
         file = Path(location) / name if Path(location).is_dir() else _downloaded(config, location, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}

@@ -1,4 +1,4 @@
-"""Chooses the device and the number type of a model, and rejects settings that the device does not support."""
+"""Chooses a model's device and number type, and rejects settings that the device does not support."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from app.model.description import read_config
 
 logger = logging.getLogger(__name__)
 
-# Each file shows that this machine, or this container, has an NVIDIA card.
+# Files that exist only on machines, or in containers, with an NVIDIA card.
 _SIGNS_OF_A_CARD = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    """Return the device that computes the model.
+    """Return the device that the model runs on.
 
     Raises:
-        InvalidSetup: the device does not exist; or `auto` finds a card that this torch, built for CUDA, cannot use.
+        InvalidSetup: the device does not exist, or `auto` finds a card that this torch cannot use though it is built
+            for CUDA. Falling back to the CPU would then hide a broken installation.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -48,14 +49,14 @@ def device_of(config: ModelConfig) -> torch.device:
 
 
 def _sign_of_a_card() -> str | None:
-    """Return a sign of a card. None if the environment hides all cards, as in a replica without a card."""
+    """Return a file that shows that there is a card, or None if there is none or the environment hides all cards."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     return next((str(each) for each in _SIGNS_OF_A_CARD if each.exists()), shutil.which("nvidia-smi"))
 
 
 def _why_no_cuda() -> str:
-    """Return the reason and a remedy. torch reports the missing device by a warning, and the reason by an error."""
+    """Return why torch finds no device, with a remedy. torch gives its reason only when CUDA is initialised."""
     version, built_for = torch.__version__, torch.version.cuda
     if built_for is None:
         return f"torch {version} is built without CUDA; install a CUDA torch"
@@ -65,7 +66,7 @@ def _why_no_cuda() -> str:
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error).rstrip(".")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility
+    # Source: https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility.
     return (
         f"{reason} (the driver is {driver_version()}, CUDA_VISIBLE_DEVICES is {visible!r}). torch {version} is built "
         f"for CUDA {built_for}; CUDA 12 needs the driver 525 or newer, CUDA 13 needs 580: update it, or install torch "
@@ -74,7 +75,7 @@ def _why_no_cuda() -> str:
 
 
 def driver_version() -> str:
-    """Return the version of the NVIDIA driver, which containers see as well."""
+    """Return the version of the NVIDIA driver. Also works in containers, which share the host's driver."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _SIGNS_OF_A_CARD[1].read_text())
     except OSError:
@@ -83,12 +84,12 @@ def driver_version() -> str:
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """Return what Triton lacks on this device and how to install it; None if it lacks nothing.
+    """Return the predicate of a sentence about Triton, with the missing package and a remedy; None if it works.
 
-    Triton compiles a launcher in C for each of its kernels, see `triton/runtime/build.py`.
+    Triton needs a C compiler: it builds a launcher for each of its kernels, see `triton/runtime/build.py`.
     """
     if device.type != "cuda":
-        return None  # Triton runs in its interpreter
+        return None  # Triton's interpreter needs no compiler
     if importlib.util.find_spec("triton") is None:
         return "is not installed: pip install triton (torch for CUDA brings it on Linux)"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
@@ -105,7 +106,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 def warn_of_turns(share: float) -> None:
-    """Warn if processes share a card without the Multi-Process Service (MPS): CUDA runs one process at a time."""
+    """Warn if replicas share a card without the Multi-Process Service (MPS), when they run only in turns."""
     control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
     if not control.exists():
         logger.warning(
@@ -116,7 +117,7 @@ def warn_of_turns(share: float) -> None:
 
 
 class ChosenDtype(NamedTuple):
-    """The number type of weights and KV memory, and the reason for this choice."""
+    """The number type of weights and KV memory, with the reason for the choice, to log."""
 
     dtype: torch.dtype
     reason: str
@@ -127,10 +128,10 @@ class ChosenDtype(NamedTuple):
 
 
 def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
-    """Return the configured type. By default, bfloat16 on CUDA; on a CPU the checkpoint's type where that is fast.
+    """Return the configured type; for `auto`, bfloat16 on CUDA, and the checkpoint's type on a CPU if that is fast.
 
     Raises:
-        InvalidSetup: the device does not exist.
+        InvalidSetup: see `device_of`.
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
@@ -147,7 +148,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
         if reason is None:
             return ChosenDtype(torch.bfloat16, "the checkpoint's own, in which the native code is fast on this CPU")
         return ChosenDtype(torch.float32, f"the checkpoint is in bfloat16, but {reason}")
-    if own == "float16":  # bfloat16 keeps 8 of float16's 11 significant bits
+    if own == "float16":  # bfloat16 has only 8 of float16's 11 significant bits
         return ChosenDtype(torch.float32, "the checkpoint is in float16, which bfloat16 would round")
     return ChosenDtype(torch.float32, "the checkpoint's own" if own == "float32" else "the checkpoint names no other")
 
@@ -162,7 +163,7 @@ def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | N
 
 
 def refused_quantization(config: ModelConfig, reason: str) -> InvalidSetup:
-    """Return the error for weights that cannot be quantised as the settings require."""
+    """Return the error for a model whose backend does not support the configured quantization."""
     return InvalidSetup(
         f"model.quantization is {config.quantization}, which only {config.quantised_by} computes; "
         f"{config.path} cannot run there: {reason}. Set model.quantization to none"
@@ -171,15 +172,14 @@ def refused_quantization(config: ModelConfig, reason: str) -> InvalidSetup:
 
 def check_backend_on_cpu(config: ModelConfig) -> None:
     """Raise InvalidSetup if the settings ask for a GPU backend."""
-    for name, value in (("backend", config.backend), ("require", config.require)):
-        if value not in (None, "auto", "torch"):
-            raise InvalidSetup(
-                f"model.{name} is {value}, which is for GPUs, and {config.path} runs on a CPU; leave it out"
-            )
+    if config.backend not in ("auto", "torch"):
+        raise InvalidSetup(
+            f"model.backend is {config.backend}, which is for GPUs, and {config.path} runs on a CPU; leave it out"
+        )
 
 
 def check_kv_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise InvalidSetup if no attention on the device supports `cache.dtype`. Needs no weights."""
+    """Raise InvalidSetup if no attention on the device supports `cache.dtype`. Works before weights are loaded."""
     if config.cache.dtype == "fp8":
         _refuse_kv_dtype(config, why_no_fp8(device, on_a_cpu="cache.dtype: int8"))
     if config.cache.dtype == "int8" and device.type != "cpu":
@@ -187,7 +187,7 @@ def check_kv_device(config: EngineConfig, device: torch.device) -> None:
 
 
 def check_kv_dtype(config: EngineConfig, device: torch.device, why_no_native_attention: str | None) -> None:
-    """Raise InvalidSetup if the attention of a loaded model does not support `cache.dtype`."""
+    """Raise InvalidSetup if a loaded model's attention does not support `cache.dtype`."""
     check_kv_device(config, device)
     if config.cache.dtype == "int8":
         _refuse_kv_dtype(config, why_no_native_attention)

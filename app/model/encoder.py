@@ -1,4 +1,4 @@
-"""Runs the steps of an encoder, which reads whole prompts and generates nothing, alone or with a head."""
+"""Runs encoders, which read whole prompts and return vectors or, with a head, scores. They generate no tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """Turns the states of a cross-encoder or classifier into one score, or one score for each label."""
+    """Turns a cross-encoder's or classifier's state for a text into one score, or one score per label."""
 
     head: nn.Module  # [num_sequences, hidden_size] → logits [num_sequences, num_scores]
     activation: Activation
@@ -35,7 +35,7 @@ class ScoreHead:
 
 
 class Encoder:
-    """A model without its head. All sequences of a step are in one row, without padding."""
+    """A model without its head. Packs all sequences of a step into one row, so that none is padded."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         """module: must attend by `packed_attention`."""
@@ -43,7 +43,7 @@ class Encoder:
         self._device = device
         self._has_types = has_token_types(module.config)
         embeddings = getattr(module, "embeddings", None)
-        # RoBERTa's positions start after the padding position, and skip padding tokens within a text.
+        # RoBERTa's positions start after the padding id, and do not count padding tokens within a text.
         self._positions_of = getattr(embeddings, "create_position_ids_from_input_ids", None)
         self._padding_id = getattr(embeddings, "padding_idx", None)
 
@@ -53,11 +53,11 @@ class Encoder:
 
     @property
     def num_unused_positions(self) -> int:
-        """Positions of the model that no token of a text can have."""
+        """The number of the model's positions that no token can use, which shortens the longest text."""
         return 0 if self._positions_of is None else 1 + int(self._padding_id or 0)
 
     def states(self, sequences: tuple[ScheduledSequence, ...]) -> torch.Tensor:
-        """Return the last hidden state of each token: [num_tokens, hidden_size]."""
+        """Return each token's last hidden state, [num_tokens, hidden_size]."""
         token_ids = to_device([token_id for item in sequences for token_id in item.token_ids], self._device)
         lengths = [len(item.token_ids) for item in sequences]
         types = {}
@@ -82,7 +82,7 @@ class Encoder:
 
 
 class EncoderRunner(ModelRunner):
-    """Runs batches of whole prompts. Returns a vector for each prompt, or its scores if the model has a head."""
+    """Runs steps of whole prompts. Returns a vector for each prompt, or its scores if the model has a head."""
 
     def __init__(self, encoder: Encoder, device: torch.device, score: ScoreHead | None = None) -> None:
         self._encoder = encoder
@@ -91,7 +91,6 @@ class EncoderRunner(ModelRunner):
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
-        """See `ModelRunner.run`. No token is drawn."""
         states = self._encoder.states(batch.scheduled)
         if self._score is not None:
             scores = scores_of(states, batch.scheduled, self._score).float().tolist()
@@ -101,7 +100,7 @@ class EncoderRunner(ModelRunner):
 
 
 def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], score: ScoreHead) -> torch.Tensor:
-    """Return scores, [num_sequences, num_scores]. states: of all tokens, [num_tokens, hidden_size]."""
+    """Return scores, or logits where a sequence asks for them, [num_sequences, num_scores]. See `Encoder.states`."""
     lengths = [len(item.token_ids) for item in sequences]
     ends = list(accumulate(lengths))
     places = [end - 1 if score.reads_last else end - length for end, length in zip(ends, lengths, strict=True)]
@@ -114,12 +113,12 @@ def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], sc
 
 
 def has_token_types(config: PreTrainedConfig) -> bool:
-    """Return whether the model distinguishes the two texts of a pair by token types."""
+    """Return whether the model needs token types to tell the two texts of a pair apart."""
     return (getattr(config, "type_vocab_size", None) or 1) > 1
 
 
 def token_types(item: ScheduledSequence) -> list[int]:
-    """Return a type for each token: 0 in the first text, 1 in the second text."""
+    """Return each token's type: 0 in the first text of a pair, 1 in the second."""
     num_tokens, at = len(item.token_ids), item.second_text_at
     return [0] * num_tokens if at == 0 else [0] * at + [1] * (num_tokens - at)
 
@@ -135,13 +134,13 @@ def packed_attention(
     packed: Sequence[tuple[int, int]] | None = None,  # each sequence's first token and end
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over several whole sequences in one row. Each sequence sees only itself; there is no padding or KV memory.
+    """Attend over whole sequences that are packed in one row. Each sees only itself; no KV memory is used.
 
-    A layer attends in both directions, or only backwards if the model is causal. This is an attention function of
-    transformers' interface; it returns [1, num_tokens, num_heads, value_dim].
+    Layers of a causal model attend backwards only, others in both directions. Follows transformers' attention
+    interface; returns [1, num_tokens, num_heads, value_dim] and None.
     """
     check_call(packed, attention_mask, others)
-    assert packed is not None, "checked"
+    assert packed is not None, "`check_call` raises for None"
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for first, end in packed:
         attended = functional.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The forward pass of one step: the interface that backends implement, and the one for transformers' code."""
+"""The interface of a step's forward pass, which all backends implement, and its implementation by transformers."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ if TYPE_CHECKING:
 
 
 class Prediction(NamedTuple):
-    """The output of a forward pass: logits for the tokens of `logits_indices`."""
+    """The output of a forward pass. Each row of logits belongs to one of the step's `logits_indices`."""
 
     logits: torch.Tensor  # [num_rows, vocab_size]
-    likeliest: torch.Tensor | None = None  # [num_rows] int64, the argmax of each row, if the forward pass finds it
-    hidden: torch.Tensor | None = None  # [num_hidden, hidden_size], if `hidden_indices` are given
+    likeliest: torch.Tensor | None = None  # [num_rows] int64, each row's argmax, if already computed
+    hidden: torch.Tensor | None = None  # [num_hidden, hidden_size], if there are `hidden_indices`
 
 
 class Adapting(Protocol):
-    """Converts LoRA adapters to the form that a forward pass uses."""
+    """Converts LoRA adapters to the form that a forward pass requires."""
 
     @property
     def sizes(self) -> Mapping[str, Sizes]:
-        """The linear layers that adapters may change, by their names in the checkpoint."""
+        """The sizes of the linear layers that adapters may change, by name in the checkpoint."""
         ...
 
     def prepare(self, weights: AdapterWeights) -> object:
-        """Return an adapter as the `adapter` of scheduled sequences. Any thread may call this during a step."""
+        """Return the object that scheduled sequences carry as `adapter`. Thread-safe, even while a step runs."""
         ...
 
 
 class ForwardPass(Protocol):
-    """A model together with its KV memory."""
+    """A loaded model together with its KV memory."""
 
     block_size: int
-    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension counts the blocks
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is the block
 
     @property
     def adapting(self) -> Adapting: ...
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        """Write the new tokens' keys and values, and compute the logits of the wanted tokens."""
+        """Run a step: store the new tokens' keys and values, and return the logits that `inputs` asks for."""
         ...
 
 
 class DeviceForward(Protocol):
-    """A forward pass over inputs that are already on the device: the work of a captured step."""
+    """A forward pass whose inputs are already on the device, so that a CUDA graph can capture it."""
 
     def compute(
         self,
@@ -66,16 +66,16 @@ class DeviceForward(Protocol):
         hidden_indices: torch.Tensor | None = None,
         adapted: Any = None,
     ) -> Prediction:
-        """Compute logits. token_ids, positions: [1, num_tokens]. step: a step of the attention of this forward pass.
+        """Compute logits. token_ids, positions: [1, num_tokens]. step: the result of the attention's `begin_step`.
 
-        logits_indices: the tokens with wanted logits; None: all tokens.
-        adapted: the rows with adapters, if the model has memory for adapters; None: no rows.
+        logits_indices: the tokens that need logits, or None for all tokens.
+        adapted: the adapters of the tokens, or None if the model supports no adapters.
         """
         ...
 
 
 class TransformersForward:
-    """transformers' code with our paged attention, for every architecture that transformers can load."""
+    """Runs transformers' code with paged attention. Supports every architecture whose code can use that."""
 
     def __init__(self, module: PreTrainedModel, attention: PagedAttention) -> None:
         self.block_size = attention.block_size
@@ -117,7 +117,7 @@ class TransformersForward:
 
 
 class SequentialForward(TransformersForward):
-    """A forward pass for models with their own attention: the sequences of a step run one after another."""
+    """Runs a step's sequences one after another, for models whose own attention supports only one at a time."""
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         device, predictions = inputs.token_ids.device, []

@@ -45,7 +45,7 @@ class Backend:
     has_triton: bool  # whether our attention kernels run; required for FP8 KV memory, `batch_invariant`, block copies
 
 
-# `model.backend` names the first backend to try; `auto` starts with the best one.
+# `model.backend` names the only backend to try. `auto` stands for all of them, the best one first.
 BACKENDS: Mapping[str, Backend] = {
     GRAPHS: Backend(
         computes="our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
@@ -158,18 +158,12 @@ class LostDevices:
         """Leave a note: if this process crashes, the next one records these backends. when: the reason's prefix."""
         open_note(self.path.parent, json.dumps((self.setup, [*backends], when)))
 
-    def left_out(self, named: str = "") -> dict[str, str]:
-        """Return the backends to exclude now, each with the reason.
-
-        named: the backend in the settings, which is excluded only after a loss at the load: that loss would recur.
-        """
+    def left_out(self) -> dict[str, str]:
+        """Return the backends to exclude now, each with the reason."""
         found = {}
         for backend, (times, reason) in self._read().get(self.setup, {}).items():
-            is_at_load = reason.startswith(_AT_LOAD)
             number, ago_s = len(times), self.clock() - times[-1]
-            if backend == named and not is_at_load:
-                continue
-            now = f"remove {self.path} to try it now" if is_at_load else f"model.backend: {backend} tries it now"
+            now = f"model.backend: {backend} tries it now"
             if number >= MOST_LOSSES:
                 found[backend] = (
                     f"it ended {number} replicas, the last one {reason}. A replica tries it with another version of "
@@ -214,42 +208,36 @@ class Ladder:
         setup = f"{config.model.path}; {card}; driver {driver}; {packages}"
         ladder = cls(config, device, LostDevices(cache_folder() / FILE_NAME, setup), is_shared)
         ladder.lost.note_crashes()
-        first = config.model.backend
-        names = ladder.order
         if why_no_triton is not None:
             ladder.failed |= dict.fromkeys(BACKENDS.keys() - WITHOUT_TRITON, f"Triton {why_no_triton}")
-        ladder.skipped |= {name: f"model.backend is {first}" for name in BACKENDS if name not in names}
+        named = config.model.backend
+        ladder.skipped |= {name: f"model.backend is {named}" for name in BACKENDS if name not in ladder.order}
         if config.model.batch_invariant:
             reason = "model.batch_invariant is set, and its products depend on the size of a step"
             ladder.skipped |= dict.fromkeys(WITHOUT_TRITON, reason)
-        lost = {name: reason for name, reason in ladder.lost.left_out(first).items() if name != TORCH}
-        accepted = [
-            name for name in names[: names.index(config.model.require or TORCH) + 1] if name not in ladder.skipped
-        ]
-        if not set(accepted) <= lost.keys():  # ignore losses if they would exclude all acceptable backends
+        accepted = set(ladder.order) - ladder.skipped.keys()
+        lost = {name: why for name, why in ladder.lost.left_out().items() if name in accepted and name != TORCH}
+        if lost.keys() != accepted:  # ignore losses if they would exclude all acceptable backends
             ladder.failed = lost | ladder.failed
         return ladder
 
     @property
     def order(self) -> list[str]:
-        """The backends that the settings allow, in the order to try them. `library` is first only if named."""
-        names, first = list(BACKENDS), self.config.model.backend
-        if first == LIBRARY:
-            return [LIBRARY, TRITON, TORCH]
-        return names if first == "auto" else names[names.index(first) :]
+        """The backends that the settings allow, in the order to try them."""
+        named = self.config.model.backend
+        return list(BACKENDS) if named == "auto" else [named]
 
     def backends(self) -> Iterator[str]:
         """Yield the backends to try, best first. Stop iterating once a backend works.
 
         Raises:
-            InvalidSetup: every backend that `model.require` accepts has failed.
+            InvalidSetup: the backend that `model.backend` names has failed.
             UnsupportedModel: every backend has failed.
         """
         for backend in self.order:
             if backend not in self.failed | self.skipped:
                 yield backend
-            if backend == self.config.model.require:
-                raise self._too_slow()
+        self._check_named()
         raise UnsupportedModel(f"{self.config.model.path} runs with no backend here: {self._reasons()}")
 
     @contextmanager
@@ -333,8 +321,8 @@ class Ladder:
     def without_graphs(self, reason: str) -> ChosenBackend:
         """Record why steps run without graphs, and return the report. Raises InvalidSetup if graphs are required."""
         self.failed[GRAPHS] = reason
-        if self.config.model.require == GRAPHS:
-            raise self._too_slow()
+        if self.config.model.backend == GRAPHS:
+            self._check_named()
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> ChosenBackend:
@@ -351,15 +339,18 @@ class Ladder:
         """Return the backends that run the same code in steps. Without captured graphs, `graphs` runs like `eager`."""
         return [GRAPHS] if self._current == GRAPHS else self._same_code_at_load(self._current)
 
-    def _too_slow(self) -> InvalidSetup:
+    def _check_named(self) -> None:
+        """Raise InvalidSetup if the settings name a backend, which does not work."""
         model = self.config.model
-        return InvalidSetup(
-            f"model.require is {model.require}, and {model.path} does not run that way here: {self._reasons()}. Repair "
-            f"that, or leave model.require out to serve more slowly"
-        )
+        if model.backend != "auto":
+            raise InvalidSetup(
+                f"model.backend is {model.backend}, and {model.path} does not run that way here: {self._reasons()}. "
+                f"Repair that, or leave model.backend out to serve with another backend"
+            )
 
     def _reasons(self) -> str:
-        reasons = self.skipped | self.failed
+        found = (self.skipped | self.failed).items()
+        reasons = {name: why for name, why in found if name in self.order or name not in BACKENDS}
         return "; ".join(f"{name}: {reasons[name]}" for name in dict.fromkeys([*BACKENDS, *reasons]) if name in reasons)
 
 

@@ -1,6 +1,6 @@
-"""Turns a batch into packed model inputs, by pure functions from plain Python to tensors.
+"""Pure functions that turn a batch of plain Python values into the packed tensors that a model reads.
 
-All scheduled tokens are in one row without padding:
+All scheduled tokens are packed into one row, without padding:
 
     tokens     a0 a1 a2 | b7 | c4 | d16 d17       sequences a and d prefill, b and c decode
     positions   0  1  2    7    4    16  17
@@ -22,27 +22,27 @@ from app.engine.request import Pooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """The inputs of one forward pass."""
+    """The inputs of a forward pass. Indices are places in the packed row."""
 
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
-    slots: tuple[torch.Tensor, ...]  # by group of layers: [num_tokens], the slot of each token's keys and values
-    logits_indices: torch.Tensor  # [num_rows], tokens with wanted logits, ascending
-    hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens with wanted hidden states, ascending
+    slots: tuple[torch.Tensor, ...]  # one tensor per group of layers: [num_tokens], where keys and values go
+    logits_indices: torch.Tensor  # [num_rows], tokens whose logits are needed, ascending
+    hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens whose hidden states are needed
 
 
 class PackedColumns(NamedTuple):
-    """The numbers of `ModelInputs` before they become tensors."""
+    """The numbers of `ModelInputs` before they are converted to tensors."""
 
     token_ids: list[int]
     positions: list[int]
     logits_indices: list[int]
-    slots: list[list[int]]  # by group
+    slots: list[list[int]]  # by group of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """The sequences with a single token in this step, attended together."""
+    """The sequences with a single new token, which attend in one call."""
 
     token_indices: torch.Tensor  # [num_rows], each sequence's token in the packed row
     block_tables: torch.Tensor  # [num_rows, max_blocks], padded with 0
@@ -59,17 +59,17 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """One sequence with several tokens in this step."""
+    """A sequence with several new tokens."""
 
-    tokens: slice  # their indices in the packed row
+    tokens: slice  # indices of the new tokens
     block_table: torch.Tensor  # [num_blocks]
     start: int  # position of the first token
-    length: int  # tokens that the last token attends to
+    length: int  # tokens that the last new token attends to, including itself
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """A step's sequences in the form for attention in plain torch."""
+    """A step's sequences, as attention in plain torch needs them."""
 
     decode: DecodeRows | None
     prefill: tuple[PrefillChunk, ...]
@@ -77,11 +77,11 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A step's sequences in the form for native attention. Long sequences are cut, so that threads share the work."""
+    """A step's sequences, as native attention needs them. Long ones are split, so that threads share the work."""
 
     segments: torch.Tensor  # [num_segments, 4] int32: first token in the packed row, tokens, position, table offset
-    tables: tuple[torch.Tensor, ...]  # by group of layers: [num_block_ids] int32, all sequences' tables joined
-    num_positions: int  # of the longest sequence, including its scheduled tokens
+    tables: tuple[torch.Tensor, ...]  # one per group of layers: [num_block_ids] int32, all block tables joined
+    num_positions: int  # length of the longest sequence, including its new tokens
 
 
 def build_inputs(batch: StepBatch, *, block_size: int, device: torch.device) -> ModelInputs:
@@ -125,17 +125,17 @@ def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
 
 
 def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[torch.Tensor]:
-    if device.type != "cpu":  # kernels are compiled for aligned tensors
+    if device.type != "cpu":  # kernels require aligned tensors, so each gets its own memory
         return [to_device(column, device) for column in columns]
-    # The columns are views of one tensor: creating a small tensor is mostly overhead.
+    # Creating a small tensor is mostly overhead, so the columns are views of one tensor.
     together = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.long)
     return torch.split_with_sizes(together, [len(column) for column in columns])
 
 
 def _wanted(item: ScheduledSequence, end: int) -> list[int]:
-    """Return a sequence's tokens with wanted logits, as indices in the packed row, where the sequence ends at `end`.
+    """Return the indices of a sequence's tokens whose logits are needed. end: where it ends in the packed row.
 
-    The tokens that predict targets come first, then the last token if it samples. `logprobs.py` relies on this order.
+    Tokens that predict targets come first, then the last token if it samples. `logprobs.py` relies on this order.
     """
     first = end - item.end + item.first_target - 1
     wanted = list(range(first, first + len(item.targets)))
@@ -143,7 +143,7 @@ def _wanted(item: ScheduledSequence, end: int) -> list[int]:
 
 
 def pooled_places(scheduled: Sequence[ScheduledSequence]) -> list[int]:
-    """Return the tokens with wanted hidden states, as indices in the packed row. `pooling.py` relies on the order."""
+    """Return the indices of all tokens whose hidden states are pooled. `pooling.py` relies on their order."""
     places: list[int] = []
     end = 0
     for item in scheduled:
@@ -158,18 +158,18 @@ def pooled_places(scheduled: Sequence[ScheduledSequence]) -> list[int]:
 def to_device(
     values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.long
 ) -> torch.Tensor:
-    """Make a tensor of numbers. On CUDA it uses pinned memory, so that the host does not wait for the device."""
+    """Create a tensor of numbers on a device. Copies to CUDA from pinned memory, so that the host does not wait."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
 def bytes_to_device(numbers: bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like `to_device`, for numbers already stored in the type `dtype`. There must be at least one number."""
+    """Like `to_device`, for at least one number that is already encoded as `dtype`."""
     return moved(torch.frombuffer(numbers, dtype=dtype), device)
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Like `to_device`, for a tensor in the host's memory."""
+    """Like `to_device`, for a tensor in host memory."""
     is_cuda = device.type == "cuda"
     return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
@@ -194,7 +194,7 @@ def build_attention_rows(batch: StepBatch, *, group: int, block_size: int, devic
 
 
 def build_segments(batch: StepBatch, *, num_groups: int = 1, block_size: int, max_tokens: int) -> Segments:
-    """Return segments of at most `max_tokens` tokens, in the host's memory, where native attention runs."""
+    """Return segments of at most `max_tokens` tokens each, as tensors in host memory, where native attention runs."""
     segments: list[int] = []
     tables: list[list[int]] = [[] for _ in range(num_groups)]
     first_token = 0
@@ -214,7 +214,7 @@ def build_segments(batch: StepBatch, *, num_groups: int = 1, block_size: int, ma
 
 
 def _as_tensor(numbers: list[int]) -> torch.Tensor:
-    """Return an int32 tensor [len(numbers)] of at least one number, through an array: torch reads lists slowly."""
+    """Return at least one number as an int32 tensor. Uses an array, because torch converts lists slowly."""
     return torch.frombuffer(array("i", numbers), dtype=torch.int32)
 
 

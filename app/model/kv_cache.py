@@ -256,20 +256,21 @@ def _given(config: CacheConfig, gpu_bytes: int | None) -> tuple[str, int]:
     return f"gpu_memory_fraction={config.gpu_memory_fraction:g}", gpu_bytes
 
 
-def num_state_slots(config: CacheConfig, state_bytes: int, *, max_running: int, memory_bytes: int) -> int:
-    """Return the number of slots for recurrent states: as configured, or derived from the memory. They may not fit.
+def num_state_slots(state_bytes: int, *, max_running: int, memory_bytes: int) -> int:
+    """Return the number of slots for recurrent states. The slots may not fit.
+
+    A running sequence needs two slots, and each other slot stores a prefix that can be resumed. Two sequences can run
+    and be resumed with eight slots. Half of the memory is left for keys and values.
 
     state_bytes: bytes of one slot. memory_bytes: the bytes for slots and KV memory together.
     """
-    if config.num_state_slots is not None:
-        return config.num_state_slots
     return min(4 * max_running, max(memory_bytes // 2 // state_bytes, 8))
 
 
 def num_state_slots_that_fit(
     config: CacheConfig, state_bytes: int, *, max_running: int, gpu_bytes: int | None = None
 ) -> int:
-    """Return the number of slots for recurrent states: as configured, or derived from the memory settings.
+    """Return the number of slots for recurrent states.
 
     state_bytes: bytes of one slot. gpu_bytes: as in `num_blocks_that_fit`.
 
@@ -277,13 +278,13 @@ def num_state_slots_that_fit(
         InvalidSetup: the derived slots leave no memory for keys and values.
     """
     given, memory_bytes = _given(config, gpu_bytes)
-    number = num_state_slots(config, state_bytes, max_running=max_running, memory_bytes=memory_bytes)
-    if config.num_state_slots is None and number * state_bytes >= memory_bytes:
+    number = num_state_slots(state_bytes, max_running=max_running, memory_bytes=memory_bytes)
+    if number * state_bytes >= memory_bytes:
         left = "" if gpu_bytes is None else f" leaves {gpu_bytes / GIB:.3f} GiB"
         raise InvalidSetup(
             f"cache.{given}{left}: {number} slots of {state_bytes / 2**20:.1f} MiB for the states "
             f"of recurrent layers need {number * state_bytes / GIB:.3f} GiB, and keys and values need memory beside "
-            f"them. Raise it, or set cache.num_state_slots"
+            f"them. Raise it"
         )
     return number
 
@@ -325,7 +326,7 @@ def num_blocks_that_fit(
     of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
     num_blocks = memory_bytes // of_block
     if num_blocks < num_groups:
-        beside = f" beside {taken_bytes / GIB:.3f} GiB for states (cache.num_state_slots)" if taken_bytes else ""
+        beside = f" beside {taken_bytes / GIB:.3f} GiB for states" if taken_bytes else ""
         raise InvalidSetup(
             f"cache.{given} leaves {memory_bytes / GIB:.3f} GiB for KV memory{beside}; one block of "
             f"{config.block_size} tokens needs {num_groups * of_block / GIB:.6f} GiB. Raise it, or serve a smaller "

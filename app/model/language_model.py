@@ -1,6 +1,6 @@
-"""Extracts the language model from a checkpoint that also reads images, audio or video.
+"""Extracts the language model from a multimodal checkpoint, to serve its text alone.
 
-Only text is computed here. The towers for other inputs are neither read from the files nor held in memory.
+The towers for images, audio and video are neither read from the files nor held in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app.model.architectures import TEXT_MODELS, TextModel
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# The prefixes of a language model's weights in checkpoints, and the prefixes in the language model alone.
+# Prefix of a language model's weights in multimodal checkpoints → prefix in the language model alone.
 _PREFIXES = {
     r"^(?:model\.)?(?:language_model|text_model)\.(?=lm_head\.)": "",
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
@@ -30,14 +30,14 @@ _PREFIXES = {
 
 
 def plain_name(weight: str) -> str:
-    """Return a weight's name in the language model alone: model.language_model.norm.weight → model.norm.weight."""
+    """Strip the prefix of multimodal checkpoints: model.language_model.norm.weight → model.norm.weight."""
     for prefix, plain in _PREFIXES.items():
         weight = re.sub(prefix, plain, weight)
     return weight
 
 
 def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
-    """Return the patterns of `plain_name`, in order, preceded by transformers' renames for this checkpoint."""
+    """Return transformers' renames for this checkpoint, followed by those of `plain_name`. They apply in this order."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -51,10 +51,10 @@ def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
 
 
 def check_files_of_text(path: str, folder: Path, whole: PreTrainedConfig, expected: Collection[str]) -> None:
-    """Check, before any weight is read, that all files exist and that they have weights of the language model.
+    """Check that all files exist and contain weights of the language model. Reads only names, so it is fast.
 
-    path: the model's path, for messages. expected: the names of the language model's weights. Some missing weights are
-    found only when all weights are read, because only transformers knows how it renames weights.
+    Not every missing weight is found here, because transformers may rename weights in other ways when it loads them.
+    path: the model's path, for messages. expected: the names of the language model's weights. Raises UnsupportedModel.
     """
     names = _names_of_weights(path, folder)
     found = {_renamed(name, plain_names(whole)) for name in names}
@@ -66,7 +66,7 @@ def check_files_of_text(path: str, folder: Path, whole: PreTrainedConfig, expect
 
 
 def _names_of_weights(path: str, folder: Path) -> set[str]:
-    """Return the names in all safetensors files; none if no such file exists. Raises as `check_files_of_text`."""
+    """Return all names in the safetensors files, if any. Raises UnsupportedModel if the index names a missing file."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return {name for file in folder.glob("*.safetensors") for name in _header(file)}
@@ -82,7 +82,7 @@ def _names_of_weights(path: str, folder: Path) -> set[str]:
 
 
 def _header(file: Path) -> set[str]:
-    """Return the names of the weights in a safetensors file; none if the file is invalid, as reading it will report."""
+    """Return the names of the weights in a safetensors file. An invalid file yields none; loading it reports why."""
     max_header_bytes = 100 * 10**6  # the limit of the format
     with file.open("rb") as opened:
         num_bytes = int.from_bytes(opened.read(8), "little")
@@ -101,9 +101,10 @@ def _renamed(name: str, changes: Mapping[str, str]) -> str:
 
 
 def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the checkpoint's language model; `whole` if the checkpoint has nothing else.
+    """Return the configuration of the checkpoint's language model.
 
-    Returns `whole` as well if transformers has no class for the language model alone: see `language_class`.
+    Returns `whole` itself if there is nothing but the language model, or if transformers has no class for it alone. In
+    that case, `language_class` removes the towers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -122,7 +123,7 @@ def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _as_plain(text: PreTrainedConfig, plain: TextModel) -> PreTrainedConfig:
-    """Return the configuration of a known language model that differs from `text` only in the positions of images."""
+    """Return the configuration of the equivalent plain model, which lacks the three-dimensional positions of images."""
     from transformers import CONFIG_MAPPING
 
     values = text.to_dict()
@@ -138,9 +139,9 @@ def _as_plain(text: PreTrainedConfig, plain: TextModel) -> PreTrainedConfig:
 
 
 def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class for a result of `language_config`. A class for images and text loses its towers.
+    """Return transformers' class for a configuration from `language_config`. Multimodal classes are stripped of towers.
 
-    Raises ValueError, with the reason, if no class generates text from text alone.
+    Raises ValueError, whose message is a predicate, if no class generates text from text alone.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.auto.auto_factory import _get_model_class
@@ -149,7 +150,7 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         if type(config) in kind._model_mapping:
             found: type[PreTrainedModel] = _get_model_class(config, kind._model_mapping)
             is_plain = kind is AutoModelForCausalLM and config.get_text_config() is config
-            return found if is_plain else _without_towers(found)  # type: ignore[arg-type]  # a class can be hashed
+            return found if is_plain else _without_towers(found)  # type: ignore[arg-type]  # classes are hashable
     import transformers
 
     for name in config.architectures or ():
@@ -160,7 +161,7 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 @cache
 def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a class for images and text in which only the language model has weights. Raises as `language_class`."""
+    """Return a subclass in which only the language model has weights. Raises ValueError like `language_class`."""
     from transformers import GenerationMixin
 
     needed = [
@@ -176,7 +177,7 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def initialise(self: PreTrainedModel, config: PreTrainedConfig, *others: Any, **more: Any) -> None:
         for part in (getattr(config, name, None) for name in config.sub_configs):
             if part is not None and part is not config.get_text_config():
-                part._attn_implementation = "eager"  # some towers support no other attention
+                part._attn_implementation = "eager"  # some towers, though removed later, reject others
         whole.__init__(self, config, *others, **more)
         text = {*self.get_decoder().modules(), self.get_output_embeddings()}
         _strip(self, text)
@@ -185,7 +186,7 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _strip(module: nn.Module, text: set[nn.Module | None]) -> None:
-    """Replace all submodules that have no part in the language model by empty modules."""
+    """Replace each submodule that contains no part of the language model by an empty module, to free its weights."""
     for name, child in module.named_children():
         if child in text:
             continue

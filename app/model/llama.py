@@ -1,6 +1,6 @@
-"""Describes a Llama-like model in plain values, for both of our decoders: `cpu/` and `cuda/`.
+"""Describes Llama-like models in plain values, from which our decoders in `cpu/` and `cuda/` are built.
 
-The loader compares a decoder's output with the output of the model's own code before it is used.
+The description may miss something: before a decoder is used, the loader compares its output with transformers' code.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from app.model.kv_cache import LayerShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Returns the weight with this name in the model's checkpoint; None if the model has no such weight.
+# Returns the weight with this name in the model's checkpoint, or None if there is none.
 Weights = Callable[[str], torch.Tensor | None]
 
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # the names in transformers
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # as named in transformers
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
@@ -31,18 +31,18 @@ QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
-    """A mixture of experts; all fields are 0 without one. The fields are those of `ExpertsShape`."""
+    """A mixture of experts, or zeros if there is none. The fields must match those of `ExpertsShape`."""
 
     num_experts: int = 0
     per_token: int = 0
     intermediate_size: int = 0
-    weights_sum_to_one: bool = False  # of the chosen experts; otherwise shares of all experts' sum
+    weights_sum_to_one: bool = False  # whether the chosen experts' weights are normalised
     rounds_weights: bool = False  # whether weights, and outputs times weights, are rounded to the model's type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSettings:
-    """Recurrent layers; all fields are 0 without any. The heads are those of the gated delta rule."""
+    """The sizes of recurrent layers, or zeros if there are none. Heads are those of the gated delta rule."""
 
     kernel_size: int = 0  # of the short convolution
     num_key_heads: int = 0
@@ -52,7 +52,7 @@ class RecurrentSettings:
 
     @property
     def keys_size(self) -> int:
-        """The size of one token's keys, and of its queries."""
+        """The numbers in one token's keys, and in its queries."""
         return self.num_key_heads * self.key_dim
 
     @property
@@ -62,54 +62,51 @@ class RecurrentSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryPositions:
-    """Rotary positions (Su et al., 2021). They turn the first 2 × len(frequencies) numbers of a head."""
+    """Rotary positions (Su et al., 2021), which rotate the first 2 × len(frequencies) numbers of a head."""
 
     frequencies: tuple[float, ...]
     scaling: float = 1.0
 
     def table(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the cosines and then the sines: [num_positions, 2, len(frequencies)], rounded to `dtype`.
-
-        positions: [num_positions].
-        """
+        """Return cosines, then sines, [num_positions, 2, len(frequencies)] in `dtype`. positions: [num_positions]."""
         angles = positions[..., None].float() * torch.tensor(self.frequencies, device=positions.device)
         return (torch.stack((angles.cos(), angles.sin()), dim=1) * self.scaling).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """One layer. The attention fields are 0 in a layer without attention."""
+    """A layer in plain values. The fields of attention are 0 if the mixer is another one."""
 
     mixer: Mixer = "attention"
     num_kv_heads: int = 0
     head_dim: int = 0
-    intermediate_size: int = 0  # of an MLP; has no meaning in a layer with experts
-    sliding_window: int = 0  # 0: none
+    intermediate_size: int = 0  # of the MLP; ignored in a layer with experts
+    sliding_window: int = 0  # 0 if the layer has none
     rotary: int = 0  # index of the layer's rotary positions in the model's list
-    stored_by: int | None = None  # the earlier layer whose keys and values this layer reads; None: it has its own
+    stored_by: int | None = None  # the earlier layer whose keys and values this layer reads, if any
     values_are_keys: bool = False  # the values are the keys before norm and rotary positions
 
     @property
     def attention_linears(self) -> tuple[str, ...]:
-        """The projections of queries, keys and values that the layer has, as ends of weight names."""
+        """Which of the projections of queries, keys and values the layer contains, as ends of weight names."""
         if self.stored_by is not None:
             return QUERIES_KEYS_VALUES[:1]
         return QUERIES_KEYS_VALUES[: 2 if self.values_are_keys else 3]
 
     @property
     def kv_shape(self) -> LayerShape:
-        """The keys and values of one token that the layer reads."""
+        """The shape of the keys and values that the layer reads."""
         return LayerShape(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
     @property
     def kv_size(self) -> int:
-        """The size of one token's keys, and of its values."""
+        """The numbers in one token's keys, and in its values."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings:
-    """A Llama-like model without its weights, in plain values; or one rank's part of such a model."""
+    """Everything about a Llama-like model but its weights, in plain values. May describe one rank's part."""
 
     architecture: str  # a key of `ARCHITECTURES`
     hidden_size: int
@@ -121,9 +118,9 @@ class DecoderSettings:
     layers: tuple[LayerSettings, ...]
     rotary: tuple[RotaryPositions, ...]
     recurrent: RecurrentSettings = RecurrentSettings()
-    softcap: float = 0.0  # of attention scores; 0: none
+    softcap: float = 0.0  # of attention scores; 0 for none
     logits_softcap: float = 0.0
-    per_layer_size: int = 0  # size of each token's additional inputs per layer; 0: none
+    per_layer_size: int = 0  # size of a token's additional inputs for each layer; 0 for none
 
     @property
     def described(self) -> Architecture:
@@ -138,7 +135,7 @@ class DecoderSettings:
         )
 
     def of_rank(self, size: int) -> DecoderSettings:
-        """Return the part of one of `size` ranks: some heads, and some inner outputs of each MLP and each expert."""
+        """Return one rank's part: a share of the heads, and of the inner sizes of MLPs and experts. size: all ranks."""
         layers = tuple(
             replace(each, num_kv_heads=each.num_kv_heads // size, intermediate_size=each.intermediate_size // size)
             for each in self.layers
@@ -147,11 +144,11 @@ class DecoderSettings:
         return replace(self, num_heads=self.num_heads // size, layers=layers, experts=experts)
 
     def query_outputs(self, layer: LayerSettings) -> int:
-        """Return the outputs of the query projection, including the gates of gated attention."""
+        """Return the number of outputs of the query projection, including the gates of gated attention."""
         return self.num_heads * layer.head_dim * (2 if self.described.gates_attention else 1)
 
     def projected_size(self, layer: LayerSettings) -> int:
-        """Return the size of the inputs of a layer's mixer for one token: the outputs of its input projections."""
+        """Return the numbers per token that a mixer's input projections output together."""
         if layer.mixer == "short_convolution":
             return 3 * self.hidden_size
         if layer.mixer == "gated_delta_rule":
@@ -159,20 +156,20 @@ class DecoderSettings:
         return self.query_outputs(layer) + (2 * layer.kv_size if layer.stored_by is None else 0)
 
     def mixed_size(self, layer: LayerSettings) -> int:
-        """Return the size of a mixer's output for one token, before the output projection."""
+        """Return the numbers per token that a mixer passes to its output projection."""
         if layer.mixer == "short_convolution":
             return self.hidden_size
         return self.recurrent.values_size if layer.mixer == "gated_delta_rule" else self.num_heads * layer.head_dim
 
     @property
     def num_channels(self) -> int:
-        """The number of channels in the short convolution."""
+        """The number of channels of the short convolution."""
         if self.recurrent.num_value_heads:
             return 2 * self.recurrent.keys_size + self.recurrent.values_size
         return self.hidden_size
 
     def attention_layers(self) -> dict[int, LayerShape]:
-        """Return the shapes of a token's keys and values, by the layer that stores them."""
+        """Return the shapes of keys and values, by the layers that store their own."""
         return {
             index: layer.kv_shape
             for index, layer in enumerate(self.layers)
@@ -181,11 +178,11 @@ class DecoderSettings:
 
     @property
     def stored_by(self) -> dict[int, int]:
-        """By layer: the earlier layer whose keys and values it reads. Layers that store their own are missing."""
+        """Maps a layer to the earlier layer whose keys and values it reads. Omits layers that store their own."""
         return {index: each.stored_by for index, each in enumerate(self.layers) if each.stored_by is not None}
 
     def states(self, dtype: torch.dtype) -> tuple[StateShape, ...]:
-        """Return the states of a sequence, in the order in which a step reads them. dtype: the model's type."""
+        """Return the shapes of a sequence's states in the order in which a step reads them. dtype: the model's type."""
         own = self.recurrent
         convolution = StateShape((own.kernel_size - 1, self.num_channels), dtype)
         heads = StateShape((own.num_value_heads, own.key_dim, own.value_dim), torch.float32)
@@ -194,7 +191,7 @@ class DecoderSettings:
 
 
 def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
-    """Return why one of our decoders cannot compute a model, apart from its attention; None if no reason is known."""
+    """Return why a decoder of ours does not support a model, in words, or None. Does not check its attention."""
     name, config = type(model).__name__, model.config
     known = computed_by(backend)
     if name not in known:
@@ -221,14 +218,14 @@ def has_shared_expert(model: PreTrainedModel) -> bool:
 
 
 def described_as(model: PreTrainedModel) -> Architecture:
-    """Return the description of a model's architecture; Llama's description if it has none."""
+    """Return the description of a model's architecture, or Llama's if it is not described."""
     return ARCHITECTURES.get(type(model).__name__, Architecture())
 
 
 def why_attention_is_not_llama_like(
     model: PreTrainedModel, rules: dict[int, AttentionRules], backend: Backend
 ) -> str | None:
-    """Return why one of our decoders cannot compute a model's attention; None if no reason is known."""
+    """Return why a decoder of ours does not support a model's attention, in words, or None."""
     layers = layers_of(model)
     if sorted(rules) != [index for index, mixer in enumerate(layers) if mixer == "attention"]:
         return "its layers do not all attend once"
@@ -247,7 +244,7 @@ def layers_of(model: PreTrainedModel) -> list[Mixer]:
 
 
 def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> DecoderSettings:
-    """Describe a model. `why_not_llama_like` and `why_attention_is_not_llama_like` must both return None for it."""
+    """Describe a model for which `why_not_llama_like` and `why_attention_is_not_llama_like` have returned None."""
     config, first = model.config, next(iter(rules.values()))
     rotary = _rotary_of(model)
     return DecoderSettings(
@@ -268,9 +265,9 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
 
 
 def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: list[str]) -> Iterator[LayerSettings]:
-    """kinds: the layer types that have rotary positions of their own."""
+    """kinds: the layer types that define their own rotary positions."""
     config, described = model.config, described_as(model)
-    # The module of one rank has only a part of each weight, so the size must come from the configuration.
+    # A rank's module contains only a part of each weight, so for CUDA the size must come from the configuration.
     gate = "" if "cuda" in described.backends else described.names.gate
     for index, (mixer, layer) in enumerate(zip(layers_of(model), model.model.layers, strict=True)):
         mlp = _part(layer, gate) if gate else None
@@ -294,12 +291,12 @@ def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: 
 
 
 def head_dims_of(model: PreTrainedModel) -> set[int]:
-    """Return the head sizes of all layers with attention."""
+    """Return the different head sizes of the model's attention layers."""
     return {int(part.head_dim) for part in _parts(model, "self_attn")}
 
 
 def intermediate_sizes_of(model: PreTrainedModel) -> set[int]:
-    """Return the inner sizes of all MLPs outside of experts."""
+    """Return the different inner sizes of the model's MLPs, apart from experts."""
     return {int(part.weight.shape[0]) for part in _parts(model, described_as(model).names.gate)}
 
 
@@ -331,7 +328,7 @@ def recurrent_of(model: PreTrainedModel) -> RecurrentSettings:
 
 
 def _rotary_of(model: PreTrainedModel) -> dict[str, RotaryPositions]:
-    """Return the model's rotary positions, by layer type if the types differ in them; otherwise one entry."""
+    """Return rotary positions by layer type. If all types share them, return one entry with an empty key."""
     rotary = model.model.rotary_emb
     prefixes = [f"{kind}_" for kind in getattr(rotary, "layer_types", ())] or [""]
     return {
@@ -344,13 +341,13 @@ def _rotary_of(model: PreTrainedModel) -> dict[str, RotaryPositions]:
 
 
 def _parts(model: PreTrainedModel, *names: str) -> list[Any]:
-    """Return the submodules with these names in all layers that have them."""
+    """Return all submodules with these names in the model's layers."""
     found = (_part(layer, name) for layer in model.model.layers for name in names)
     return [part for part in found if part is not None]
 
 
 def _part(layer: Any, name: str) -> Any:
-    """Return a submodule; None if the layer does not have it."""
+    """Return a submodule, or None if the layer lacks it."""
     try:
         return layer.get_submodule(name)
     except AttributeError:
@@ -358,7 +355,7 @@ def _part(layer: Any, name: str) -> Any:
 
 
 def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's weights by their checkpoint names: transformers joins the experts of a layer in memory."""
+    """Return a model's weights by their names in the checkpoint. Splits experts, which transformers joins in memory."""
     found = {}
     for name, weight in weights.items():
         prefix, is_joined, joined = name.partition(".mlp.experts.")
@@ -373,21 +370,21 @@ def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def named(weights: Weights, prefix: str, name: str) -> torch.Tensor | None:
-    """Return a weight of one part: `partial(named, weights, prefix)` finds the weights of one layer."""
+    """Return a weight of a part of the model. `partial(named, weights, prefix)` provides the weights of one layer."""
     return weights(prefix + name)
 
 
 def given(weights: Weights, name: str) -> torch.Tensor:
-    """Return a weight that every Llama-like model has."""
+    """Return a weight that every Llama-like model must have."""
     weight = weights(name)
     assert weight is not None, f"a Llama-like model has {name}"
     return weight
 
 
 def joined_bias(weights: Weights, linears: tuple[str, ...], dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """Join the biases of linear layers, with zeros for layers without a bias. None if no layer has a bias.
+    """Join the biases of linear layers, with zeros for layers without a bias. Returns None if no layer has a bias.
 
-    dtype: the type of the result; None for the type of the weights.
+    dtype: the result's type, or None for the type of the weights.
     """
     if all(weights(f"{linear}.bias") is None for linear in linears):
         return None

@@ -128,8 +128,7 @@ def _with_memory(
     draft = None if of_draft is None else _load(of_draft, None)
     if draft is None and not keeps_all:  # a draft model uses the same block ids, so no blocks may be freed early
         model = model.with_window_groups()
-    needs_slots = bool(model.states) and config.cache.num_state_slots is None
-    is_measured = model.device.type == "cuda" and (config.cache.num_blocks is None or needs_slots)
+    is_measured = model.device.type == "cuda" and (config.cache.num_blocks is None or bool(model.states))
     gpu_bytes = bytes_for_kv(config, model, gpu_share) if is_measured else None
     model, num_state_bytes = _with_state_slots(config, model, gpu_bytes)
     draft_bytes = 0 if draft is None else block_bytes(config.cache, draft.in_block, dtype=draft.dtype)

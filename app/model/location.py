@@ -1,4 +1,4 @@
-"""Finds the folder of a model. No torch here."""
+"""Resolves `model.path` to a folder on this machine. No torch here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from app.errors import InvalidSetup
 
 
 def resolve_model_path(path: str) -> str:
-    """Return the folder of a path relative to the working directory or the project; else `path`, a hub id.
+    """Return a model's folder. The path may be relative to the working directory or the project.
 
-    For a GGUF file, return the folder that is made from the file, which takes seconds to minutes the first time.
+    Any other path is a hub id and returned unchanged. A GGUF file is converted to a folder, which takes seconds to
+    minutes the first time.
+
     Raises:
         InvalidSetup: the file does not exist or cannot be read.
-        UnsupportedModel: the file has a feature that is not supported; the message names the feature.
+        UnsupportedModel: the file needs a feature that is not supported, which the message names.
     """
     for place in _places(path):
         if place.is_dir():
@@ -32,18 +34,18 @@ def resolve_model_path(path: str) -> str:
 
 
 def existing_place(path: str) -> Path | None:
-    """Return the folder or file that a path of the settings names; None if it does not exist, as for a hub id."""
-    # Path.is_dir and Path.is_file raise OSError for a name that is too long.
+    """Return the folder or file that a path in the settings refers to, or None if there is none, as for a hub id."""
+    # os.path is used because Path.is_dir and Path.is_file raise OSError for a name that is too long.
     return next((place for place in _places(path) if os.path.isdir(place) or os.path.isfile(place)), None)
 
 
 def is_local(path: str) -> bool:
-    """Return whether the path is a local folder or GGUF file, and no hub id. Raises InvalidSetup for a GGUF file."""
+    """Return whether the path is a local folder or GGUF file, not a hub id. Raises like `resolve_model_path`."""
     return resolve_model_path(path) != path or Path(path).is_dir()
 
 
 def has_chat_template(path: str) -> bool:
-    """Return whether the model can answer chats, judged by its local files; true for a hub id."""
+    """Return whether the model's files contain a chat template. Assumes so for a hub id, whose files are not read."""
     folder = Path(resolve_model_path(path))
     if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
         return True
@@ -55,11 +57,11 @@ def has_chat_template(path: str) -> bool:
 
 
 def folder_seen_from_here(path: str) -> str:
-    """Return the folder that the path names; else the path itself, a hub id."""
-    # Path.is_dir raises OSError for a name that is too long.
+    """Return the local folder that a path refers to, or the path itself, which is then a hub id."""
+    # os.path is used because Path.is_dir raises OSError for a name that is too long.
     return next((str(place) for place in _places(path) if os.path.isdir(place)), path)
 
 
 def _places(path: str) -> tuple[Path, Path]:
-    """Return the two readings of a path in the settings: relative to the working directory, and to the project."""
-    return Path(os.path.expanduser(path)), PROJECT / path  # Path.expanduser raises for an unknown user
+    """Return a path in the settings relative to the working directory, and relative to the project."""
+    return Path(os.path.expanduser(path)), PROJECT / path  # Path.expanduser would raise for an unknown user

@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens and of prompt tokens, computed only for the rows that want them."""
+"""Computes log-probabilities of sampled tokens and of prompt tokens, for requests that ask for them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from app.engine.batch import StepBatch, StepResult, by_request
 from app.engine.request import TokenLogprobs
 from app.model.inputs import to_device
 
-_ROWS_AT_ONCE = 64  # each row takes several times the vocabulary's size in float32
+_ROWS_AT_ONCE = 64  # a row needs several float32 copies of its logits
 
 
 class Logprobs(NamedTuple):
-    """The log-probabilities of one token in each row, and of the likeliest tokens. Natural logarithms in float32."""
+    """Each row's log-probability of one token, and those of its likeliest tokens. Natural logarithms in float32."""
 
-    normalisers: torch.Tensor  # [num_rows], the value subtracted from each logit
+    normalisers: torch.Tensor  # [num_rows], the number to subtract from a logit
     logprobs: torch.Tensor  # [num_rows]
-    ranks: torch.Tensor  # [num_rows] int64, from 1
+    ranks: torch.Tensor  # [num_rows] int64; the likeliest token has rank 1
     top_token_ids: torch.Tensor  # [num_rows, num_top] int64
     top_logprobs: torch.Tensor  # [num_rows, num_top]
+
+    @classmethod
+    def empty(cls, num_rows: int, num_top: int, device: torch.device) -> Logprobs:
+        """Allocate the columns for native code, which fills them."""
+        new = partial(torch.empty, device=device)
+        ranks, tokens = new(num_rows, dtype=torch.long), new(num_rows, num_top, dtype=torch.long)
+        return cls(new(num_rows), new(num_rows), ranks, tokens, new(num_rows, num_top))
 
 
 def compute_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
@@ -39,7 +46,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(-1, token_ids[:, None])
     top, top_token_ids = logits.topk(num_top, dim=-1)
-    # All values subtract one normaliser, so the likeliest token's value equals `top_logprobs[0]` in every bit.
+    # The same normaliser is subtracted from all, so that the likeliest token's value equals `top_logprobs[0]` bitwise.
     return Logprobs(
         normaliser[:, 0],
         (own - normaliser)[:, 0],
@@ -50,7 +57,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
 
 
 class WantedLogprobs:
-    """The log-probabilities that a batch wants, and their rows in the logits (in the order of `inputs.py`)."""
+    """Finds the log-probabilities that a batch's requests ask for. The logits' rows are in the order of `inputs.py`."""
 
     def __init__(self, batch: StepBatch) -> None:
         self._batch = batch
@@ -58,7 +65,7 @@ class WantedLogprobs:
         no_rows = ()
         self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), no_rows)
         self._targets = [target for item in self._scored for target in item.targets]
-        # Indices in `batch.sampled` of the items that want log-probabilities, and the number of top tokens for each.
+        # Indices in `batch.sampled` of the items that ask for log-probabilities, and the number of top tokens of each.
         num_top = [item.sampling.logprobs for item in batch.sampled]
         self._wanting = [at for at, each in enumerate(num_top) if each is not None]
         self._num_drawn_top = [each for each in num_top if each is not None]
@@ -66,13 +73,13 @@ class WantedLogprobs:
         self._named = [batch.sampled[at].sampling.logprob_token_ids for at in self._wanting]
 
     def of_sampled(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """Select the rows of `batch.sampled` from a tensor that has all rows of the logits."""
+        """Select the rows of `batch.sampled` from a tensor with one row for each row of the logits."""
         return of_rows[to_device(self._sampled_rows, of_rows.device)] if self._scored else of_rows
 
     def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: Callable[..., Logprobs]) -> Logprobs:
-        """Compute the wanted log-probabilities. The values of named tokens are last in `logprobs`.
+        """Compute the log-probabilities. Those of tokens that requests name are appended to `logprobs`.
 
-        logits: all rows. token_ids: [num_sampled] int64, the drawn tokens. compute: `Sampler.logprobs`.
+        logits: all rows. token_ids: [num_sampled] int64, the sampled tokens. compute: `Sampler.logprobs`.
         """
         device = logits.device
         rows: Sequence[int] = self._sampled_rows
@@ -87,11 +94,11 @@ class WantedLogprobs:
             return found
         places = to_device([at for at, named in enumerate(self._named) for _ in named], device)
         of_named = logits[to_device(rows, device)[places], to_device(list(chain.from_iterable(self._named)), device)]
-        # The same subtraction as for all other values.
+        # The same subtraction as for all other tokens, so that equal logits yield bitwise equal values.
         return found._replace(logprobs=torch.cat((found.logprobs, of_named.float() - found.normalisers[places])))
 
     def result(self, token_ids: list[int], found: Logprobs) -> StepResult:
-        """Return the step's result, from the tensors of `compute` on the host."""
+        """Return the step's result. found: the result of `compute`, moved to the host."""
         num_top = list(self._num_drawn_top)
         for item, num_scored_top in zip(self._scored, self._num_scored_top, strict=True):
             num_top += [num_scored_top] * len(item.targets)
@@ -114,7 +121,7 @@ class WantedLogprobs:
 
 
 def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the rows of the logits for `batch.sampled`, and the rows for all targets."""
+    """Return the logits' rows of `batch.sampled`, and those of all targets."""
     sampled_rows: list[int] = []
     target_rows: list[int] = []
     row = 0
@@ -128,7 +135,7 @@ def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
-    """Return plain numbers, with `num_top` of the likeliest tokens in each row."""
+    """Convert tensors to plain numbers. num_top: how many of the likeliest tokens to include, by row."""
     logprobs, ranks, top_token_ids, top_logprobs = (column.tolist() for column in found[1:])
     if min(num_top) == max(num_top):
         return list(map(_entry, zip(logprobs, ranks, map(tuple, top_token_ids), map(tuple, top_logprobs), strict=True)))
@@ -136,5 +143,5 @@ def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
     return [_entry((a, b, tuple(c[:num]), tuple(d[:num]))) for a, b, c, d, num in rows]
 
 
-# Makes a TokenLogprobs from its four fields; unlike `_make`, it needs no Python frame.
+# Creates a TokenLogprobs from its four fields. Faster than `_make`, because no Python code runs.
 _entry: Callable[[Iterable[object]], TokenLogprobs] = partial(tuple.__new__, TokenLogprobs)

@@ -1,4 +1,4 @@
-"""Prepares matchers in a separate thread while the model computes. No torch here."""
+"""Prepares the next tokens' masks in a separate thread while the model computes. No torch here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Protocol
 
 
 class Preparable(Protocol):
-    """The part of a matcher that this module uses."""
+    """The method of a matcher that this module calls."""
 
     def prepare(self) -> None: ...
 
 
 class MatcherPreparer:
-    """A thread that prepares matchers. The caller prepares the matchers that the thread has not started in time.
+    """A thread that prepares matchers. The caller takes over those that the thread has not begun in time.
 
-    Preparing saves time if a core is idle. The thread starts with the first matcher.
+    This saves time if a core is idle. The thread is started when there is a first matcher to prepare.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MatcherPreparer:
 
     @contextmanager
     def preparing(self, matchers: Iterable[Preparable]) -> Iterator[None]:
-        """Prepare the matchers. No matcher may be used inside the context; after it, all matchers are prepared."""
+        """Prepare matchers during the `with` block, which must not use them. All are prepared when it ends."""
         left = deque(matchers)
         if not left:
             yield
@@ -37,13 +37,13 @@ class MatcherPreparer:
         finally:
             _prepare_all(left)
             if not elsewhere.cancel():
-                elsewhere.result()  # the thread may still be preparing the last matcher that it took
+                elsewhere.result()  # the thread may still be preparing its last matcher
 
 
 def _prepare_all(left: deque[Preparable]) -> None:
-    # The two threads take matchers from the same end, and `popleft` is atomic, so each matcher is taken only once.
+    # Both threads pop from the same end, and `popleft` is atomic, so each matcher is prepared only once.
     with suppress(IndexError):
         while True:
             matcher = left.popleft()
-            with suppress(Exception):  # `allowed` raises the same error, where it can be assigned to the request
+            with suppress(Exception):  # `allowed` raises it again, where the request is known
                 matcher.prepare()

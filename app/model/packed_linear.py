@@ -1,7 +1,7 @@
-"""Linear layers on a CPU: weights are packed once for oneDNN, and layers with the same input are joined.
+"""Faster linear layers for CPUs: packs weights once for oneDNN, and joins layers that read the same input.
 
-The operators are private in torch (versions 2.11 to 2.13 have them). `pack_linear_layers` tests them first. It leaves
-a model unchanged if the operators are missing or compute other results.
+The operators are private in torch; versions 2.11 to 2.13 include them. `pack_linear_layers` tests them first, and
+leaves a model unchanged if they are missing or return wrong results.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class PackedLinear(nn.Module):
         """weight: [out_features, in_features]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        tokens_hint = 32  # the size to pack for; on the CPUs measured, other hints gave the same layout
+        tokens_hint = 32  # the number of rows to expect; on the measured CPUs, other hints led to the same layout
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens_hint)
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in_features] → [..., out_features]."""
+        """Return [..., out_features]. x: [..., in_features]."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return output
 
     @property
     def weight(self) -> torch.Tensor:
-        """A copy as in `nn.Linear`: some models' code reads the weights of a layer instead of calling the layer."""
+        """A copy in the layout of `nn.Linear`, for models whose code reads a layer's weight instead of calling it."""
         dense: torch.Tensor = self._packed.to_dense()
         return dense
 
 
 class JoinedLinear(nn.Module):
-    """Several linear layers with the same input, computed as one when the first of them is called.
+    """Several linear layers with the same input, computed in one product.
 
-    A JoinedPart replaces each of the layers in the model. The parts are called one after another with the same tensor:
-    the first call computes all outputs, and each part takes its own output once.
+    In the model, each layer is replaced by a `JoinedPart`. The parts are called one after another with the same tensor:
+    the first call computes all outputs, and each part returns its own output once.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -54,28 +54,27 @@ class JoinedLinear(nn.Module):
         self._outputs: list[torch.Tensor | None] = []
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of one of the layers for `x`."""
+        """Return the output of the layer with this index for `x`."""
         if x is not self._input or self._outputs[index] is None:
             self._input, self._outputs = x, list(self._linear(x).split(self._sizes, dim=-1))
         output = self._outputs[index]
         assert output is not None, "just computed"
         self._outputs[index] = None
         if not any(left is not None for left in self._outputs):
-            self._input = None  # all outputs are taken: hold no memory until the next step
+            self._input = None  # all parts have been called, so free the input until the next step
         return output
 
     def weight_of(self, index: int) -> torch.Tensor:
-        """Return a copy of one layer's weight."""
         weight: torch.Tensor = torch.split(self._linear.weight, self._sizes)[index]
         return weight
 
 
 class JoinedPart(nn.Module):
-    """Replaces one layer of a JoinedLinear in the model."""
+    """Stands for one of the layers of a `JoinedLinear` in the model."""
 
     def __init__(self, joined: JoinedLinear, index: int, linear: nn.Linear) -> None:
         super().__init__()
-        # The joined layer is no submodule, because several parts share it.
+        # The joined layer must not become a submodule, because several parts share it.
         self._take, self._weight_of, self._index = joined.take, joined.weight_of, index
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -84,13 +83,13 @@ class JoinedPart(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A copy of the weight, as in `PackedLinear`."""
+        """A copy of this layer's weight, see `PackedLinear.weight`."""
         return self._weight_of(self._index)
 
 
 @torch.inference_mode()
 def pack_linear_layers(model: nn.Module) -> int:
-    """Replace a CPU model's linear layers by packed ones, in place. Return the number of replaced layers."""
+    """Replace a CPU model's linear layers by packed ones, in place. Returns the number of replaced layers."""
     for dtype in {module.weight.dtype for module in model.modules() if type(module) is nn.Linear}:
         if not _operators_work(dtype):
             logger.warning(
@@ -98,9 +97,9 @@ def pack_linear_layers(model: nn.Module) -> int:
             )
             return 0
     num_replaced = 0
-    # Attributes of transformers' modules that are applied to the same input, in calling order.
+    # Attributes of transformers' modules that read the same input, in the order in which they are called.
     siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    # The list does not hold the linear layers, so that each layer frees its memory when it is replaced.
+    # The list must not hold linear layers, so that each is freed as soon as it is replaced.
     for module in [each for each in model.modules() if type(each) is not nn.Linear]:
         for names in siblings:
             linears = [getattr(module, name, None) for name in names]
@@ -127,7 +126,7 @@ def _can_join(linears: list[nn.Module | None]) -> bool:
 
 
 def _operators_work(dtype: torch.dtype) -> bool:
-    """Return whether the operators work on a small layer. In bfloat16 they need AVX-512 or AVX-NE-CONVERT."""
+    """Return whether the operators work for a small layer. In bfloat16, they need AVX-512 or AVX-NE-CONVERT."""
     try:
         linear = nn.Linear(32, 48, dtype=dtype)
         x = torch.randn(5, 32, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Reads the packed weights of AWQ, GPTQ and compressed-tensors: integers of a few bits, several in each int32.
+"""Reads the weights of AWQ, GPTQ and compressed-tensors, which pack several integers of a few bits into an int32.
 
-A weight is its integer minus a zero point, times a scale. The inputs of a group share both for each output.
+A weight is its integer minus a zero point, times a scale. For each output, a group of inputs shares these two numbers.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from typing import Any
 
 import torch
 
-# The supported versions of each method (the first one is the default if config.json names none), and the supported
-# bits. With 3 bits, some integers would span two int32.
+# Method → (supported versions, supported bits). The first version is the default if config.json names none. 3 bits
+# are not supported, because some integers would span two int32.
 _READ = {
     "awq": (("gemm",), (4,)),
     "gptq": (("gptq", "gptq_v2"), (2, 4, 8)),
     "compressed-tensors": (("pack-quantized",), (2, 4, 8)),
 }
-# The tensors that replace a weight in the files: integers, scales, zero points, the group of each input.
+# The tensors that replace a weight in the files: integers, scales, zero points, and the group of each input.
 _PARTS = ("qweight", "scales", "qzeros", "g_idx")
 _PARTS_OF_COMPRESSED_TENSORS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
-_PLACES_IN_AWQ = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in one int32, from the lowest bits up
-ROWS_AT_ONCE = 1024  # rows that `multiplied_out` holds in float32 at once
+_PLACES_IN_AWQ = [0, 4, 1, 5, 2, 6, 3, 7]  # where eight outputs are in an int32, from the lowest bits up
+ROWS_AT_ONCE = 1024  # rows that `multiplied_out` converts at once, to bound its memory
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The way in which a checkpoint packs its weights."""
+    """How a checkpoint packs its weights, according to its config.json."""
 
     method: str
     bits: int
-    group_size: int | None  # inputs per group; None: one group of all inputs
-    has_zeros: bool = True  # if false, each zero point is the middle of the range
-    has_order: bool = False  # the inputs of a group are not adjacent
-    adds_one: bool = False  # whether 1 is added to the zero points in the files
+    group_size: int | None  # inputs per group; None if all inputs form one group
+    has_zeros: bool = True  # if False, every zero point is the middle of the range
+    has_order: bool = False  # whether a tensor assigns inputs to groups, which are then not adjacent
+    adds_one: bool = False  # whether zero points are stored less 1
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Packing | None:
-        """Return the packing that a `quantization_config` describes; None if it describes no packed weights.
+        """Return the packing that a `quantization_config` describes, or None if it describes no packed weights.
 
-        Raises ValueError if a part of the description is not supported.
+        Raises ValueError if it asks for something that is not supported.
         """
         method = str(found.get("quant_method"))
         if method == "compressed-tensors":
@@ -72,11 +72,11 @@ class Packing:
         return f"{self.method} in {self.bits} bits, groups of {self.group_size or 'all'} inputs"
 
     def weight(self, name: str, find: Callable[[str], torch.Tensor | None]) -> PackedWeight | None:
-        """Return the weight with this name; None if the files do not have it packed.
+        """Return the weight with this name, or None if the files do not contain it in packed form.
 
-        find: returns a tensor in the files by name.
+        find: returns a tensor in the files by name, or None.
 
-        Raises ValueError, with the numbers, if the tensors of the weight do not fit each other.
+        Raises ValueError, with the numbers, if the weight's tensors do not fit each other.
         """
         inputs_first, per_word = self.method != "compressed-tensors", 32 // self.bits
         ends = _PARTS if inputs_first else _PARTS_OF_COMPRESSED_TENSORS
@@ -112,7 +112,7 @@ class Packing:
             raise ValueError(f"{names[3]} has groups from {groups.min()} to {groups.max()}; there are {num_groups}")
         assert scales is not None, "it is needed"
         if zeros is not None and self.adds_one:
-            zeros = zeros + sum(1 << at for at in range(0, 32, self.bits))  # the writer subtracted 1 from each number
+            zeros = zeros + sum(1 << at for at in range(0, 32, self.bits))  # adds 1 to each packed number
         if inputs_first:
             words, scales, zeros = words.t(), scales.t(), None if zeros is None else zeros.t()
         return PackedWeight(self, torch.Size((num_outputs, num_inputs)), words, scales, zeros, groups)
@@ -120,17 +120,17 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight as stored in the files. The first dimension of each matrix is the outputs."""
+    """The packed tensors of a weight. Matrices are transposed where needed, so that outputs come first."""
 
     packing: Packing
     shape: torch.Size
     words: torch.Tensor  # [num_outputs, words of inputs]; AWQ: [words of outputs, num_inputs]
     scales: torch.Tensor  # [num_outputs, num_groups]
     zeros: torch.Tensor | None  # [words of outputs, num_groups]
-    groups: torch.Tensor | None  # the group of each input; None: groups are adjacent inputs
+    groups: torch.Tensor | None  # [num_inputs]; None if groups consist of adjacent inputs
 
     def multiplied_out(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the whole weight in `dtype`, rounded once."""
+        """Return the dequantised weight, [num_outputs, num_inputs]. It is computed in float32 and rounded once."""
         num_outputs, num_inputs = self.shape
         bits, is_awq, scales = self.packing.bits, self.packing.method == "awq", self.scales.float().contiguous()
         if self.zeros is None:
@@ -149,7 +149,7 @@ class PackedWeight:
 
 
 def _unpacked(words: torch.Tensor, bits: int, *, dim: int, is_awq: bool) -> torch.Tensor:
-    """Unpack several integers from each int32, along `dim`. The first is in the lowest bits, except for AWQ."""
+    """Unpack each int32 into integers along `dim`. The first is in the lowest bits; AWQ uses another order."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     shifts = shifts[_PLACES_IN_AWQ] if is_awq else shifts
     numbers = words.contiguous().unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (1 - dim))
@@ -157,7 +157,7 @@ def _unpacked(words: torch.Tensor, bits: int, *, dim: int, is_awq: bool) -> torc
 
 
 def _in_words_of_gptq(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate compressed-tensors' description of weights to GPTQ's fields. Raises ValueError for several kinds."""
+    """Translate compressed-tensors' description to GPTQ's fields. Raises ValueError if kinds of weights differ."""
     kinds = [each["weights"] for each in (found.get("config_groups") or {}).values() if each.get("weights")]
     if not kinds or any(each != kinds[0] for each in kinds):
         raise ValueError(f"its config_groups: they describe {len(kinds)} kinds of weights; here one can be read")

@@ -53,7 +53,7 @@ class PlannedMemory:
         if not self.state_bytes:
             return 0
         max_running = config.scheduler.max_running
-        return num_state_slots(config.cache, self.state_bytes, max_running=max_running, memory_bytes=memory_bytes)
+        return num_state_slots(self.state_bytes, max_running=max_running, memory_bytes=memory_bytes)
 
     def beside(self, draft: PlannedMemory) -> PlannedMemory:
         """Return the memory of this model and a draft model together. The draft adds to every block's bytes."""

@@ -1,4 +1,4 @@
-"""Hidden states for embeddings, computed only for requests that want them."""
+"""Collects hidden states for embeddings, for the requests that ask for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LastHiddenStates:
-    """The input of a model's head: the last layer's hidden states after the final norm."""
+    """Captures the input of a model's head: the last layer's hidden states after the final norm."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._indices: torch.Tensor | None = None
@@ -26,7 +26,7 @@ class LastHiddenStates:
 
     @contextmanager
     def kept(self, indices: torch.Tensor | None) -> Iterator[LastHiddenStates]:
-        """Wrap a forward pass, to store the hidden states of these tokens of its packed row; None: store nothing."""
+        """Return a context for a forward pass that stores the hidden states of these tokens. None stores nothing."""
         self._indices, self.hidden = indices, None
         try:
             yield self
@@ -39,7 +39,7 @@ class LastHiddenStates:
 
 
 class PooledStates:
-    """The sum of each sequence's wanted hidden states: of one token, or of all tokens in this step."""
+    """The sum of each pooled sequence's hidden states: of a single token, or of all its tokens in this step."""
 
     def __init__(self, batch: StepBatch, hidden: torch.Tensor) -> None:
         """hidden: [num_hidden, hidden_size], in the order of `inputs.py`."""

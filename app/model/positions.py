@@ -1,7 +1,7 @@
-"""Fixes rotary positions that depend on sequence length, so that they depend only on a token's own position.
+"""Makes rotary positions independent of sequence length.
 
-transformers computes `dynamic` and `longrope` frequencies from the longest sequence of a forward pass. In a step with
-several sequences, a request's keys would depend on the other sequences, and cached blocks would mix frequencies.
+transformers computes `dynamic` and `longrope` frequencies from the longest sequence of a forward pass. In a batch, a
+request's keys would then depend on other requests, and cached blocks would mix frequencies.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
-    """Use transformers' frequencies for `max_model_len` tokens in every sequence, as vLLM does.
+    """Use transformers' frequencies for `max_model_len` tokens in all sequences, as vLLM does.
 
-    Up to a model's training length, all lengths have the same frequencies. Afterwards nothing is read from the device,
-    so a step can be captured in a CUDA graph.
+    Frequencies only change beyond the model's training length. After this call, no forward pass reads positions back
+    from the device, so a step can be captured in a CUDA graph.
     """
-    fixed = "default"  # transformers does not update this kind in a forward pass
+    fixed = "default"  # transformers does not update the frequencies of this kind
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
         if isinstance(kinds, str) and kinds in ROTARY_BY_LENGTH:
@@ -39,9 +39,10 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
 
 
 def why_places_matter(module: PreTrainedModel, max_model_len: int) -> str | None:
-    """Return why queries depend on a token's place in the forward pass instead of its position; None if they do not.
+    """Return why queries depend on a token's index in the forward pass instead of its position, in words, or None.
 
-    Llama 4 scales queries like this in layers without rotary positions, from a length that no short comparison reaches.
+    transformers' Llama 4 scales queries this way in layers without rotary positions, but only from a length on that the
+    trial steps do not reach.
     """
     for part in module.modules():
         is_scaled = getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
@@ -54,9 +55,9 @@ def why_places_matter(module: PreTrainedModel, max_model_len: int) -> str | None
 
 
 def _fix(part: Any, max_model_len: int, kind: str, frequencies: str, **options: str) -> None:
-    """Make a rotary module compute the last possible position: it keeps the frequencies of this computation."""
+    """Call a rotary module for the last possible position, so that it stores the longest sequence's frequencies."""
     before = getattr(part, frequencies).clone()
-    if before.is_meta:  # the model has sizes and no weights
+    if before.is_meta:  # nothing can be computed on the meta device
         return
     last = torch.full((1, 1), max_model_len - 1, device=before.device)
     part(before, last, **options)

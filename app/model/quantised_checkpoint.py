@@ -1,7 +1,7 @@
-"""Quantised checkpoints: how each kind is loaded, and why some cannot be served.
+"""Decides how a quantised checkpoint is loaded, and explains why some cannot be served.
 
-Packed weights, and 8-bit weights with scales, are multiplied out when they are read (`Checkpoint`). transformers loads
-all other kinds, and needs an extra package for most of them.
+`Checkpoint` dequantises packed weights, and 8-bit weights with scales, when it reads them. transformers loads all other
+kinds, and needs an extra package for most of them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 
 from app.model.packed_numbers import ROWS_AT_ONCE, Packing
 
-# In these methods a weight is its number times its scale. Other methods would be read wrongly without an error.
+# The methods in which a weight is its number times its scale. Others would silently be read wrong.
 _BY_SCALES = frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"})
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """The description of a checkpoint's weights in its config.json."""
+    """How config.json describes a checkpoint's quantised weights."""
 
     method: str  # `quant_method`, such as gptq
-    block: tuple[int, int] | None = None  # rows and columns that share a scale, if described
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, if given
     packing: Packing | None = None
-    unread: str = ""  # the reason if the method is known but these weights cannot be read here
+    unread: str = ""  # the reason if the method is supported, but not this form of it
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Quantised | None:
-        """described: the content of config.json. Returns None if the weights are not quantised."""
+        """Read the content of a config.json. Returns None if the weights are not quantised."""
         text: Mapping[str, Any] = described.get("text_config") or {}
         found = described.get("quantization_config") or text.get("quantization_config")
         if not found:
@@ -48,11 +48,11 @@ class Quantised:
 
     @property
     def has_scales(self) -> bool:
-        """Whether weights are numbers times scales, which are multiplied out here."""
+        """Whether `Checkpoint` can dequantise the weights."""
         return not self.unread and (self.packing is not None or self.method in _BY_SCALES)
 
     def why_not(self, path: str, reason: str, device: torch.device) -> str:
-        """Return the text of a refusal. reason: transformers' reason, which names the missing package."""
+        """Return the message of a refusal. reason: transformers' reason, which names the missing package."""
         reason = f"{self.unread}; {reason}" if self.unread else reason
         fix = "with model.quantization: int8" if device.type == "cpu" else "in bfloat16"
         return (
@@ -62,9 +62,9 @@ class Quantised:
 
 
 def loading_options(quantised: Quantised, device: torch.device) -> dict[str, Any]:
-    """Return transformers' options for loading such a checkpoint onto a device.
+    """Return the options with which transformers loads such a checkpoint onto a device.
 
-    Raises ValueError if transformers does not know the method: it would load the numbers without their scales.
+    Raises ValueError if transformers does not know the method, when it would load the numbers without their scales.
     """
     from transformers import Mxfp4Config
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -75,25 +75,25 @@ def loading_options(quantised: Quantised, device: torch.device) -> dict[str, Any
     has_kernels = all(find_spec(package) is not None for package in ("kernels", "accelerate"))
     if quantised.method == "mxfp4" and (device.type == "cpu" or not has_kernels):
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    # Most quantised modules cannot be moved afterwards.
+    # Most quantised modules cannot be moved to a device after loading.
     return {"device_map": {"": device}} if device.type == "cuda" else {}
 
 
 def can_be_multiplied(weight: torch.Tensor, scales: torch.Tensor | None, block: tuple[int, int] | None) -> bool:
-    """Return whether `multiplied_out` accepts these tensors."""
+    """Return whether `multiplied_out` supports these tensors."""
     return scales is not None and weight.dtype in _EIGHT_BITS and _sizes(weight, scales, block) is not None
 
 
 def multiplied_out(
     weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weight of 8-bit numbers and their scales, rounded once to `dtype`.
+    """Dequantise 8-bit numbers, rounding once to `dtype`.
 
     weight: [out_features, in_features].
-    scales: one scale, one for each row, or one for each block.
+    scales: a single scale, one for each row, or one for each block.
     """
     sizes = _sizes(weight, scales, block)
-    assert sizes is not None, "`can_be_multiplied` was asked"
+    assert sizes is not None, "`can_be_multiplied` must have returned True"
     factors = _as_matrix(scales).float().repeat_interleave(sizes[1], dim=1)[:, : weight.shape[1]]
     result = torch.empty_like(weight, dtype=dtype)
     for first in range(0, len(weight), ROWS_AT_ONCE):
@@ -103,7 +103,7 @@ def multiplied_out(
 
 
 def scales_of_rows(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return a scale for each row of a weight, [num_rows, 1] float32; None if a row has several scales."""
+    """Return one scale per row of a weight, [num_rows, 1] float32, or None if a row has several scales."""
     sizes = _sizes(weight, scales, block)
     if sizes is None or sizes[1] < weight.shape[1]:
         return None
@@ -111,7 +111,7 @@ def scales_of_rows(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int,
 
 
 def _sizes(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale; None if the scales do not fit the weight."""
+    """Return the numbers of rows and columns that share a scale, or None if the scales do not fit the weight."""
     if weight.dim() != 2 or scales.dim() > 2 or not scales.is_floating_point():
         return None
     counts = tuple(_as_matrix(scales).shape)

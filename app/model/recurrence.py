@@ -1,11 +1,10 @@
 """Operators with a recurrent state: the short convolution, the gated delta rule, Mamba 1 and Mamba 2.
 
-The tokens of all sequences of a step are in one packed row. The states of a layer are in slots of one tensor. Every
-operator computes one token after another, so a token's bits depend only on the earlier tokens of its own sequence. They
-do not depend on how the sequence is cut into steps, or on other sequences in a step.
+The tokens of all sequences of a step are packed into one row, and a layer's states are stored in slots of one tensor.
+Every operator processes one token after another. A token's bits therefore depend only on the earlier tokens of its own
+sequence, neither on how the sequence is split into steps nor on other sequences.
 
-The operators in this module are plain torch, the reference for the faster ones (`cpu/recurrence.py`,
-`cuda/recurrence.py`).
+The operators in this module are plain torch, and the reference for `cpu/recurrence.py` and `cuda/recurrence.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from torch.nn import functional
 
 from app.model.inputs import to_device
 
-ACTIVATIONS = (None, "silu")  # of a short convolution
+ACTIVATIONS = (None, "silu")  # that a short convolution supports
 NORM_EPSILON = 1e-6  # added to the squared length of a query or a key
 
 
 class StatePiece(NamedTuple):
-    """Consecutive tokens of one sequence in the packed row."""
+    """Consecutive tokens of one sequence in the packed row, and where the state before and after them is stored."""
 
     first_token: int
     num_tokens: int
-    read_slot: int  # -1: the zero state, at the start of a sequence
+    read_slot: int  # -1 for the zero state, with which a sequence starts
     written_slot: int  # receives the state after the last token
 
     @property
@@ -39,9 +38,9 @@ class StatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StatePieces:
-    """The pieces of a step. Adjacent pieces of a sequence: each reads the slot that the previous one wrote.
+    """The pieces of a step. If a sequence has several, each reads the slot that the previous one has written.
 
-    No piece writes the slot that it reads, and each token of the packed row belongs to one piece.
+    No piece writes the slot that it reads. Each token of the packed row belongs to exactly one piece.
     """
 
     table: torch.Tensor  # [num_pieces, 4] int32 on the CPU; the columns are the fields of `StatePiece`
@@ -58,10 +57,10 @@ class StatePieces:
         return (StatePiece(*row) for row in self.table.tolist())
 
     def chains_on(self, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return the pieces as independent chains, and the number of chains. The result is copied to a device once.
+        """Return the pieces, grouped in independent chains, and the number of chains. Copied to each device only once.
 
-        Returns: [num_chains + num_pieces, 4] int32. The chains come first: the row of a chain's first piece, the row
-            after its last piece, and two zeros. The rows of the pieces follow. The longest chain in tokens is first.
+        Returns: [num_chains + num_pieces, 4] int32. The first rows describe the chains, from the most tokens to the
+            fewest: the row of the chain's first piece, the row after its last, and two zeros. Then follow the pieces.
         """
         if device not in self._chains:
             chains = sorted(_chains_of(list(self)), key=_num_tokens, reverse=True)
@@ -73,8 +72,8 @@ class StatePieces:
 
 
 def _chains_of(pieces: Sequence[StatePiece]) -> list[list[StatePiece]]:
-    """Group the pieces, in the given order. No group reads or writes a slot that another group writes."""
-    same = {piece.written_slot: piece.written_slot for piece in pieces}  # leads from slot to slot within a group
+    """Group the pieces so that no group reads or writes a slot that another one writes. Keeps the order of pieces."""
+    same = {piece.written_slot: piece.written_slot for piece in pieces}  # union-find over slots
 
     def root(slot: int) -> int:
         while same[slot] != slot:
@@ -95,10 +94,10 @@ def _num_tokens(pieces: Sequence[StatePiece]) -> int:
 
 
 class Recurrence(Protocol):
-    """The operators of layers with a recurrent state: one of several backends, chosen when an engine is built.
+    """The operators of layers with a recurrent state. The backend of an engine determines the implementation.
 
-    Each operator reads and writes slots of `states`, and returns outputs for the packed row in the model's type, which
-    is also the type of its inputs. The states of heads, and all sums, are float32.
+    Each operator reads and writes slots of `states`, and returns outputs for the packed row. Inputs and outputs have
+    the model's type; the states of heads, and all sums, are float32.
     """
 
     def short_convolution(
@@ -111,11 +110,11 @@ class Recurrence(Protocol):
         *,
         activation: str | None,
     ) -> torch.Tensor:
-        """Compute a causal convolution of each channel with the last inputs.
+        """Compute a causal convolution over each channel's last `kernel_size` inputs.
 
         Args:
             inputs: [num_tokens, num_channels].
-            weight: [num_channels, kernel_size], for the oldest input first.
+            weight: [num_channels, kernel_size], ordered from the oldest input to the newest.
             bias: [num_channels].
             states: [num_slots, kernel_size - 1, num_channels] in the model's type: the last inputs, oldest first.
             activation: one of `ACTIVATIONS`.
@@ -139,17 +138,17 @@ class Recurrence(Protocol):
     ) -> torch.Tensor:
         """Compute the gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
-        A state decays by exp(decay). It then moves, by the fraction `beta`, towards the state whose product with the
-        key is the value. The product of the state with the query is the output.
+        A state decays by exp(decay), then moves by the fraction `beta` towards the state whose product with the key is
+        the value. The output is the product of the new state and the query.
 
         Args:
-            query, key: [num_tokens, num_key_heads, key_dim]; each head serves equally many adjacent value heads.
+            query, key: [num_tokens, num_key_heads, key_dim]. Equally many adjacent value heads share a head.
             value: [num_tokens, num_value_heads, value_dim].
             decay: [num_tokens, num_value_heads] float32, a logarithm.
             beta: [num_tokens, num_value_heads].
             states: [num_slots, num_value_heads, key_dim, value_dim] float32.
             scale: multiplies each query.
-            normalises: whether queries and keys are divided by their lengths first.
+            normalises: whether queries and keys are first scaled to unit length.
 
         Returns: [num_tokens, num_value_heads, value_dim].
         """
@@ -168,14 +167,14 @@ class Recurrence(Protocol):
     ) -> torch.Tensor:
         """Compute the selective state space of Mamba (Gu & Dao, arXiv 2312.00752), as in Jamba and Falcon Mamba.
 
-        This is Mamba 2, except that each channel has its own time step, and each number of a channel's state has its
-        own decay factor exp(time step × decay).
+        It differs from Mamba 2 in that each channel has its own time step, and each number of a channel's state its own
+        decay factor exp(time step × decay).
 
         Args:
             inputs: [num_tokens, num_channels].
             time_steps: [num_tokens, num_channels] float32, after softplus.
             decay: [num_channels, state_size] float32, negative (A).
-            inputs_to_state, state_to_outputs: [num_tokens, state_size], the same for all channels (B and C).
+            inputs_to_state, state_to_outputs: [num_tokens, state_size], shared by all channels (B and C).
             skip: [num_channels] float32 (D).
             states: [num_slots, num_channels, state_size] float32.
 
@@ -196,16 +195,16 @@ class Recurrence(Protocol):
     ) -> torch.Tensor:
         """Compute the selective state space of Mamba 2 (Dao & Gu, arXiv 2405.21060).
 
-        A state decays by exp(time step × decay). It then adds the time step × the outer product of the input and
-        `inputs_to_state` (B). The output is its product with `state_to_outputs` (C), plus `skip` (D) × the input.
+        A state decays by exp(time step × decay), then time step × outer product of the input and `inputs_to_state` (B)
+        is added. The output is the state's product with `state_to_outputs` (C), plus `skip` (D) × the input.
 
         Args:
             inputs: [num_tokens, num_heads, head_dim].
             time_steps: [num_tokens, num_heads] float32, after softplus and limits.
             decay: [num_heads] float32, negative (A).
-            inputs_to_state, state_to_outputs: [num_tokens, num_groups, state_size]; each group serves equally many
-                adjacent heads.
-            skip: [num_heads] float32.
+            inputs_to_state, state_to_outputs: [num_tokens, num_groups, state_size] (B and C). Adjacent heads share a
+                group, in equal numbers.
+            skip: [num_heads] float32 (D).
             states: [num_slots, num_heads, head_dim, state_size] float32.
 
         Returns: [num_tokens, num_heads, head_dim].
@@ -214,7 +213,7 @@ class Recurrence(Protocol):
 
 
 def check_slots(states: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Check that kernels can read the states. shape: the shape of a slot."""
+    """Assert that kernels can read the states. shape: the expected shape of a slot."""
     assert states.dtype is dtype, f"states are {dtype}, not {states.dtype}"
     assert states.shape[1:] == shape, f"a slot has the shape {tuple(states.shape[1:])}, not {shape}"
     assert states[:1].is_contiguous(), f"a slot is not contiguous: strides {states.stride()}"
@@ -225,7 +224,7 @@ def check_heads(num_heads: int, num_keys: int) -> None:
 
 
 class TorchRecurrence:
-    """Operators in plain torch. A loop over tokens computes each token by the same operations on the same shapes."""
+    """Operators in plain torch. They loop over tokens, so that each is computed by the same operations and shapes."""
 
     def short_convolution(
         self,
@@ -332,7 +331,7 @@ class TorchRecurrence:
 def _each_token(
     states: torch.Tensor, pieces: StatePieces, advance: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> None:
-    """Advance the state of each piece through its tokens. advance: returns the state after a token."""
+    """Advance each piece's state token by token. advance: returns the state after the token with this index."""
     for piece in pieces:
         state = _read(states, piece)
         for token in range(piece.tokens.start, piece.tokens.stop):
@@ -345,7 +344,7 @@ def _read(states: torch.Tensor, piece: StatePiece) -> torch.Tensor:
 
 
 def _for_heads(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[num_groups, dim] → [num_heads, dim]: repeat each row for its adjacent heads."""
+    """Repeat each row for the adjacent heads that share it: [num_groups, dim] → [num_heads, dim]."""
     return rows.repeat_interleave(num_heads // rows.shape[0], dim=0)
 
 

@@ -1,9 +1,8 @@
-"""Makes transformers' recurrent layers compute with states in slots.
+"""Makes transformers' recurrent layers use states in slots, without changing the models.
 
-transformers' code for each of these layers calls a few functions, which it looks up by name in the model's module. This
-module replaces the functions once. Many layers pass no keyword arguments to the functions, so the functions take
-the step from the running forward pass: hooks of the model store the keyword argument `paged` until the pass ends.
-Outside of a step, transformers' own function is called. So a model runs unmodified.
+The layers call a few functions that they look up by name in their model's Python module. This module replaces these
+functions once. Many layers pass no keyword arguments on, so the replacement finds the step in a context variable: the
+model's hooks store the keyword argument `paged` there during a forward pass. Outside of a step, it calls the original.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _RUNNING_STEP: ContextVar[object] = ContextVar("running_step", default=None)  # 
 
 
 class StatefulAttention:
-    """Paged attention, together with the slots of all recurrent layers."""
+    """Paged attention, combined with the state slots of all recurrent layers."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class StatefulAttention:
         num_slots: int,
         device: torch.device,
     ) -> None:
-        """shapes: the states of the operators, in the order of their calls in a forward pass."""
+        """shapes: one for each operator, in the order in which a forward pass calls the operators."""
         self.block_size = attention.block_size
         self.kv_tensors = attention.kv_tensors
         self.attention = attention
@@ -55,7 +54,7 @@ class StatefulAttention:
 
 
 class _StatefulStep:
-    """One step. Each operator takes the slots of the next layer."""
+    """One step, in which each operator receives the next layer's slots."""
 
     def __init__(self, attention: AttentionStep, slots: Sequence[Slots]) -> None:
         self._attention = attention
@@ -71,7 +70,7 @@ class _StatefulStep:
 
 
 def pieces_of(batch: StepBatch) -> StatePieces:
-    """Return the slots that a step reads and writes."""
+    """Return the pieces of a step, with the slots that each reads and writes."""
     rows: list[tuple[int, int, int, int]] = []
     first = 0
     for item in batch.scheduled:
@@ -85,7 +84,7 @@ def pieces_of(batch: StepBatch) -> StatePieces:
 
 
 def use_slots(module: PreTrainedModel) -> None:
-    """Make the recurrent layers of a model compute with the slots of a step. Other models stay unchanged."""
+    """Make a model's recurrent layers use the slots of a step. Does nothing if the model has no such layers."""
     replaced = False
     for code in {sys.modules[type(part).__module__] for part in module.modules()}:
         for name, compute in _OPERATORS.items():
@@ -108,7 +107,7 @@ def _forget_step(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def has_operators(model: type[PreTrainedModel]) -> bool:
-    """Return whether the code of a class has functions that can use slots, so its layers may be recurrent."""
+    """Return whether a class may have recurrent layers: whether its Python module contains a replaceable function."""
     return any(hasattr(sys.modules[model.__module__], name) for name in _OPERATORS)
 
 
@@ -202,7 +201,7 @@ def _mamba2(
     return output[None]
 
 
-# The keys are the names of the functions in transformers' modules.
+# Name of a function in transformers' modules → its replacement.
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,

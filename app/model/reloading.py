@@ -1,4 +1,4 @@
-"""A runner that can free a native model on a CPU and load it again."""
+"""Lets a replica on a CPU sleep: frees its native model and loads it again on the next request."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from app.model.runner import TorchModelRunner
 
 
 class ReloadingRunner(ModelRunner):
-    """Runs batches on a model. While asleep, the runner has neither weights nor KV memory."""
+    """Runs batches like the wrapped runner. While asleep, it holds neither weights nor KV memory."""
 
     adapts = can_sleep = True
 
     def __init__(self, runner: TorchModelRunner, load: Callable[[], TorchModelRunner]) -> None:
-        """load: returns a runner with the weights and number of KV blocks of `runner`, which must be native."""
+        """load: returns a new runner with the same weights and number of KV blocks. runner: must be native."""
         assert isinstance(runner.forward, NativeDecoder), "only native decoders are reloaded"
         self._runner: TorchModelRunner | None = runner
         self._load = load
         self._adapting = runner.forward.adapting
 
     def run(self, batch: StepBatch) -> StepResult:
-        assert self._runner is not None, "nothing is computed in sleep"
+        assert self._runner is not None, "no step may run while asleep"
         return self._runner.run(batch)
 
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
-        """Load an adapter. The runner may be asleep."""
+        """See `ModelRunner.load_adapter`. Works while asleep."""
         weights = read_adapter(folder, self._adapting.sizes)
         make_room()
         return self._adapting.prepare(weights)
@@ -46,10 +46,10 @@ class ReloadingRunner(ModelRunner):
         return None if runner is None else runner.kv_memory()
 
     def sleep(self) -> None:
-        """Free the model, and return the memory that the allocator caches to the system."""
+        """Free the model, and make the allocator return its memory to the system."""
         memory = self.kv_memory()
         if memory is not None:
-            memory.release()  # a thread that waits for a folder may still reference it
+            memory.release()  # a thread that waits for a folder may still hold a reference
         self._runner = None
         gc.collect()
         libc = ctypes.CDLL(None)
@@ -57,12 +57,12 @@ class ReloadingRunner(ModelRunner):
             libc.malloc_trim(0)
 
     def wake(self) -> None:
-        """Load the model again. Raises the errors of loading."""
+        """Load the model again. Raises like `load_runner`."""
         self._runner = self._load()
 
 
 def runner_that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
-    """Return a runner that can sleep: the model's, or one that reloads it. Raises InvalidSetup if neither can."""
+    """Return the loaded runner if it can sleep, or one that reloads it. Raises InvalidSetup if that is impossible."""
     if loaded.runner.can_sleep:
         return loaded.runner
     if not (isinstance(loaded.model, NativeModel) and isinstance(loaded.runner, TorchModelRunner)):
@@ -74,7 +74,7 @@ def runner_that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunne
 
     def load() -> TorchModelRunner:
         runner = load_runner(again).runner
-        assert isinstance(runner, TorchModelRunner), "as at the start"
+        assert isinstance(runner, TorchModelRunner), "the same settings yield the same kind of runner"
         return runner
 
     return ReloadingRunner(loaded.runner, load)

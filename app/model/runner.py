@@ -1,4 +1,4 @@
-"""Runs one step on the device: inputs, forward pass, sampling, token ids to the host."""
+"""Runs a step on the device: builds inputs, runs the forward pass, samples, and copies token ids to the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from app.model.sampler import Sampler
 
 
 class NoRanks:
-    """Replaces `Ranks` if one process computes the whole model."""
+    """Replaces `Ranks` if a single process runs the whole model."""
 
     def step(self, _batch: StepBatch) -> AbstractContextManager[None]:
         return nullcontext()
@@ -46,27 +46,27 @@ class NoRanks:
 
 
 class LeadingRunner(ModelRunner):
-    """Base of model runners that can share a model with other ranks: rank 0 leads the other ranks, which join."""
+    """Base of runners that can share a model with other ranks. Rank 0 calls `lead`, every other rank `join`."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | NoRanks = NoRanks()
         self._group: RankGroup | None = None
 
     def lead(self, ranks: Ranks) -> None:
-        """Make the other ranks compute their part of each step."""
+        """Make the other ranks run their part of each step."""
         self._ranks = ranks
         self.join(ranks.group)
 
     def join(self, group: RankGroup) -> None:
-        """Set the ranks that share the model. Call before all other methods."""
+        """Share the model with the ranks of a group. Must be called before any other method."""
         self._group = group
 
     @abstractmethod
     def follow(self, batch: StepBatch) -> None:
-        """Compute another rank's part of a step's forward pass."""
+        """Run this rank's part of a step's forward pass. Called on all ranks but rank 0."""
 
     def follow_adapter(self, slot: int, part: AdapterWeights) -> None:
-        """Write this rank's part of an adapter to a slot, on another thread than the thread of the steps."""
+        """Store this rank's part of an adapter in a slot. Called on another thread than `follow`."""
         raise NotImplementedError(f"{type(self).__name__} adapts nothing on several ranks")
 
     def check(self) -> None:
@@ -78,7 +78,7 @@ class LeadingRunner(ModelRunner):
 
 
 class TorchModelRunner(LeadingRunner):
-    """Runs batches through one forward pass. An adapter's memory is freed with the last step that uses the adapter."""
+    """Runs each batch in one forward pass. Removing an adapter frees its memory after the last step that uses it."""
 
     adapts = True
 
@@ -90,7 +90,7 @@ class TorchModelRunner(LeadingRunner):
         *,
         states: Sequence[torch.Tensor] = (),
     ) -> None:
-        """states: of recurrent layers; the first dimension of each tensor counts the slots."""
+        """states: the states of recurrent layers; the first dimension of each tensor is the slot."""
         super().__init__()
         self._states = states
         self.forward = forward
@@ -100,7 +100,7 @@ class TorchModelRunner(LeadingRunner):
 
     def join(self, group: RankGroup) -> None:
         super().join(group)
-        self.adapts = False  # adapters here change whole linear layers
+        self.adapts = False  # `LinearUpdates` only supports undivided linear layers
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
@@ -136,14 +136,14 @@ class TorchModelRunner(LeadingRunner):
 
 
 class DrawnTokens(NamedTuple):
-    """The tokens drawn in a step and the wanted log-probabilities, on the device or on the host."""
+    """The sampled tokens of a step, and log-probabilities if requests ask for them, on the device or on the host."""
 
     token_ids: torch.Tensor  # [num_sampled] int64
     wanted: WantedLogprobs | None = None
-    logprobs: Logprobs | None = None  # the log-probabilities in `wanted`
+    logprobs: Logprobs | None = None  # as `wanted` describes
 
     def result(self) -> StepResult:
-        """Return plain numbers. Waits for the device."""
+        """Return the result in plain numbers. Blocks until the device has computed it."""
         token_ids: list[int] = self.token_ids.tolist()
         if self.wanted is None or self.logprobs is None:
             return StepResult(token_ids)
@@ -151,7 +151,7 @@ class DrawnTokens(NamedTuple):
 
 
 def draw_tokens(batch: StepBatch, prediction: Prediction, sampler: Sampler) -> DrawnTokens:
-    """Queue the sampling of a batch after its forward pass, and then the log-probabilities of the drawn tokens."""
+    """Sample a batch's next tokens and compute log-probabilities if asked for. Does not wait for the device."""
     logits, likeliest = prediction.logits, prediction.likeliest
     if not batch.has_logprobs:
         return DrawnTokens(sampler.sample(logits, batch.sampled, likeliest=likeliest))

@@ -2,7 +2,7 @@
 
 Randomness is a function, not a state. The noise for a token is a hash of (request seed, position, token id), so a
 request draws the same tokens alone, in any batch, after preemption and on any replica. Tokens are drawn with the
-Gumbel-max trick (argmax of logits plus Gumbel noise) from the tokens that top-k, top-p and min-p leave.
+Gumbel-max trick (argmax of logits plus Gumbel noise) from the tokens that the filters leave.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.engine.request import FILTERS
 from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs, compute_logprobs
 
@@ -21,6 +23,11 @@ from app.model.logprobs import Logprobs, compute_logprobs
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+
+# The fields of `SamplingParams` that native samplers read for a draw, as int64 and as float32.
+DRAW_INTEGERS = ("seed", *(name for name, value in FILTERS.items() if isinstance(value, int)))
+DRAW_FLOATS = ("temperature", *(name for name, value in FILTERS.items() if isinstance(value, float)))
+draw_numbers = attrgetter(*DRAW_INTEGERS, *DRAW_FLOATS)
 
 
 class Sampler:
@@ -60,6 +67,8 @@ class Sampler:
             return to_device(values, logits.device, dtype)[:, None]
 
         params = [item.sampling for item in items]
+        if any(p.top_n_sigma for p in params):
+            logits = _near_greatest(logits, column([p.top_n_sigma for p in params], torch.float32))
         logits = logits / column([p.temperature for p in params], torch.float32)
         if any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
             logits = _filtered(
@@ -184,6 +193,23 @@ def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tens
     tokens = torch.cat([tokens for _, tokens in parts])
     places = [place for places, _ in parts for place in places]
     return torch.empty_like(tokens).index_copy_(0, to_device(places, tokens.device), tokens)
+
+
+def _near_greatest(logits: torch.Tensor, num_sigmas: torch.Tensor) -> torch.Tensor:
+    """Set logits to -inf that are more than `num_sigmas` standard deviations below the greatest (Tang et al., 2024).
+
+    num_sigmas: [num_rows, 1]; 0: the row stays as it is. Only finite logits count for the deviation. The logits are
+    those before the temperature, which does not change the result.
+    """
+    counts = logits.isfinite()
+    num_counted = counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    numbers = logits.double().masked_fill(~counts, 0.0)
+    # A running sum adds the numbers in their order. The order of `sum` depends on the number of rows.
+    mean, mean_square = (each.cumsum(dim=-1)[:, -1:] / num_counted for each in (numbers, numbers.square()))
+    deviation = (mean_square - mean.square()).clamp(min=0.0).sqrt()
+    most = logits.masked_fill(~counts, float("-inf")).amax(dim=-1, keepdim=True)
+    least = (most - num_sigmas.double() * deviation).float()
+    return logits.masked_fill((num_sigmas > 0.0) & (logits < least), float("-inf"))
 
 
 def _filtered(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""A model runner that computes nothing and takes the time of a cost model, for fleets on machines without GPUs.
+"""A model runner that computes nothing but takes the time of a cost model, to run fleets on machines without GPUs.
 
-The runner sleeps for this time, so many replicas can share a core. Its tokens are text tokens of a real tokenizer. As
+The runner sleeps for that time, so many replicas can share a core. Its tokens are text tokens of a real tokenizer. As
 in a real model, they depend on the whole sequence through a simulated KV memory: a wrong block, position or resumption
-changes the tokens and their log-probabilities, which are invented. Grammars are simulated. Penalties, biases and
-filters are not. No torch here.
+changes the tokens and their invented log-probabilities. Grammars are followed; penalties, biases and filters are
+ignored. No torch here.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from app.engine.request import ModelInfo, TokenLogprobs
 
 _MASK = 2**64 - 1
 _START = 0x9E3779B97F4A7C15  # the hash of no tokens
-# The finaliser of splitmix64 (Steele, Lea & Flood, 2014).
+# Multipliers of the finaliser of splitmix64 (Steele, Lea & Flood, 2014).
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
 class SimulatedCosts(Settings):
-    """The fields of `model.simulated`: the duration of a step, and the ways in which it may end."""
+    """The fields of `model.simulated`: how long steps take, and how the simulated model behaves."""
 
     step_ms: float = Field(10.0, ge=0, le=60_000)
-    per_token_ms: float = Field(0.0, ge=0, le=60_000)  # in addition, for each token of a step
-    end_probability: float = Field(0.0, ge=0, le=1)  # of an end token instead of text, at each token
-    wake_ms: float = Field(0.0, ge=0, le=600_000)  # time to load the weights after sleep
-    embedding_size: int = Field(0, ge=0, le=65_536)  # size of the vectors for texts; 0: no vectors
-    memory_gib: float = Field(0.0, ge=0)  # device memory that the model needs while awake
-    # Slots for states, as in a model with recurrent layers, two for each sequence; 0: no states.
+    per_token_ms: float = Field(0.0, ge=0, le=60_000)  # added for each token of a step
+    end_probability: float = Field(0.0, ge=0, le=1)  # chance that a token is an end token instead of text
+    wake_ms: float = Field(0.0, ge=0, le=600_000)  # duration of waking up
+    embedding_size: int = Field(0, ge=0, le=65_536)  # size of embeddings; 0 if the model has none
+    memory_gib: float = Field(0.0, ge=0)  # device memory that the model occupies while awake
+    # Slots for states as in a model with recurrent layers, two for each sequence; 0 if the model has no states.
     num_state_slots: int = Field(0, ge=0, le=65_536, multiple_of=2)
-    crash_token_id: int | None = Field(None, ge=0)  # a replica that computes this token kills itself, to test failover
+    crash_token_id: int | None = Field(None, ge=0)  # a step with this token kills the process, to test failover
 
 
 class SimulatedModelRunner(ModelRunner):
-    """Draws tokens from hashes: each slot of the KV memory holds a 64-bit hash of the tokens up to it."""
+    """Samples tokens by hashes. Each slot of the KV memory stores a 64-bit hash of all tokens up to its own."""
 
     can_sleep = True
 
@@ -59,20 +59,20 @@ class SimulatedModelRunner(ModelRunner):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """text_token_ids: the tokens to draw from, at least one. `clock` and `sleep` are in seconds."""
+        """text_token_ids: the tokens to sample from, at least one. clock, sleep: return and take seconds."""
         self._costs = costs
         self._text = tuple(text_token_ids)
         self._eos = tuple(eos_token_ids)
         self._end_below = int(costs.end_probability * 2**32) if self._eos else 0
         self._block_size = block_size
         self._num_slots = num_blocks * block_size
-        self._states = array("Q", bytes(8 * costs.num_state_slots))  # by slot: the hash of the tokens before the state
+        self._states = array("Q", bytes(8 * costs.num_state_slots))  # by slot: the hash of all tokens before it
         self._slots = self._blank_slots()
         self._clock = clock
         self._sleep = sleep
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Return the step's result after the duration of the step."""
+        """Run a step. Sleeps until the step's simulated duration has passed."""
         ends_at = self._clock() + self.step_s(batch)
         self._crash_if_asked(batch)
         for item in batch.scheduled:
@@ -90,7 +90,7 @@ class SimulatedModelRunner(ModelRunner):
         self._slots = array("Q")
 
     def wake(self) -> None:
-        """Wait for `wake_ms`, and clear the KV memory."""
+        """Sleep for `wake_ms`, and clear the KV memory."""
         self._sleep(self._costs.wake_ms / 1000)
         self._slots = self._blank_slots()
 
@@ -107,7 +107,7 @@ class SimulatedModelRunner(ModelRunner):
             os.kill(os.getpid(), signal.SIGKILL)  # as a fault in native code or the out-of-memory killer would
 
     def _write(self, item: ScheduledSequence) -> None:
-        """Continue the hash from the slot before the first token, or from the state that the step reads."""
+        """Store the hashes of the new tokens, continuing from the previous token's slot, or from the state to read."""
         slots, size, block_ids, position = self._slots, self._block_size, item.block_ids, item.start
         prefix = _START
         if position:
@@ -125,12 +125,13 @@ class SimulatedModelRunner(ModelRunner):
                 self._states[written[position]] = prefix
 
     def _key(self, item: ScheduledSequence, last: int) -> int:
-        """Return the hash that the token after position `last` depends on."""
+        """Return the hash that determines the token after position `last`."""
         slots, size, block_ids = self._slots, self._block_size, item.block_ids
         key: int = slots[block_ids[last // size] * size + last % size]
         num_before = last // size
         if num_before:
-            # A model attends to all blocks. Here a token reads one earlier block in turn: any wrong block shows up.
+            # A model attends to all blocks. Here, each token reads one earlier block in turn, so that every wrong block
+            # has an effect within a few tokens.
             key ^= slots[block_ids[last % num_before] * size + size - 1] * 3 & _MASK
         return key
 
@@ -149,7 +150,7 @@ class SimulatedModelRunner(ModelRunner):
         return token
 
     def _pooled(self, batch: StepBatch) -> dict[str, list[float]]:
-        """Return vectors that depend on all tokens of their sequences."""
+        """Return vectors that depend on all tokens of the sequence, by request id."""
         size = self._costs.embedding_size
         keys = {
             item.request_id: self._key(item, item.end - 1).to_bytes(8, "little")
@@ -180,7 +181,7 @@ class SimulatedModelRunner(ModelRunner):
     def _logprobs(
         self, item: ScheduledSequence, last: int, token_id: int, num_top: int, named: tuple[int, ...] = ()
     ) -> TokenLogprobs:
-        """Rank the token that would be drawn first. The tokens after it in the list are less and less likely."""
+        """Return invented log-probabilities, which fall along the text tokens from the one that would be sampled."""
         first, num_tokens = _mix(self._key(item, last)) % len(self._text), len(self._text)
 
         def rank(token_id: int) -> int:
@@ -205,13 +206,13 @@ def _among(allowed: bytes, key: int) -> int:
 
 
 def num_simulated_blocks(config: EngineConfig, model_info: ModelInfo) -> int:
-    """Return the number of blocks in the pool: as configured, or room for all running requests at full length, limited.
+    """Return the number of blocks: as configured, or enough for all running requests at full length, up to a limit.
 
-    The memory settings in bytes do not apply: a simulated token takes no memory.
+    Settings of memory in bytes are ignored, because a simulated token takes no memory.
     """
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
-    max_default_tokens = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
+    max_default_tokens = 2**20  # bounds the pool's Python objects, one for each block
     num_tokens = min(config.scheduler.max_running * model_info.max_model_len, max_default_tokens)
     return -(-max(num_tokens, model_info.max_model_len) // config.cache.block_size)
 

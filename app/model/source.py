@@ -1,4 +1,4 @@
-"""The source of a model: its files and settings, and how transformers' module is made from the files."""
+"""Finds out what kind of model the files contain, and creates transformers' module from them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _OTHER_LAYERS = {
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why transformers' code or ours cannot compute a model, in one line with the place in the code."""
+    """Return why code has failed to load or run a model, in one line with the line of code that raised the error."""
     if isinstance(error, UnknownAttention):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -65,12 +65,12 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[None]:
-    """Turn every error of code that inspects or loads a model into a refusal of that model.
+    """Return a context for code that inspects or loads a model. Turns unexpected errors into a refusal of the model.
 
-    path: the path of the model. group: the ranks that load the model together.
+    path: the model's path, for the message. group: the ranks that load the model together.
 
     Raises:
-        UnsupportedModel: with the reason, for an error that does not explain itself.
+        UnsupportedModel: in place of any error that is neither a CarouselError nor a failure of the machine.
     """
     try:
         yield
@@ -78,35 +78,35 @@ def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[N
         raise
     except Exception as error:
         if _is_of_machine(error) or (group is not None and isinstance(error, RuntimeError)):
-            raise  # let the ranks find out which rank ended first
+            raise  # `Ranks` finds out which rank has failed first
         raise UnsupportedModel(f"{path} cannot be loaded: {reason_of(error)}") from error
 
 
 def _is_of_machine(error: Exception) -> bool:
-    """Return whether a device or its memory has failed, and not the model."""
+    """Return whether the machine has failed or lacks memory, so that the model is not to blame."""
     return isinstance(error, MemoryError) or is_out_of_memory(error) or "CUDA error" in str(error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """The place of a model, and the settings with which it is loaded."""
+    """Where a model's files are, and the settings with which it is loaded."""
 
     config: ModelConfig
     location: str  # a folder or hub id
-    device: torch.device  # meta: only sizes are wanted
+    device: torch.device  # meta to determine sizes only
     dtype: torch.dtype
-    block_size: int = 16  # tokens in a block of KV memory; native code supports only some sizes
-    cache: Path | None = None  # stores which local models are verified, and the locks of shared weights
-    group: RankGroup | None = None  # the ranks that each load one part of the model
+    block_size: int = 16  # tokens per KV block; native code does not support all sizes
+    cache: Path | None = None  # for records of verified models, and locks of shared weights
+    group: RankGroup | None = None  # the ranks among which the model is split
 
     @cached_property
     def whole(self) -> PreTrainedConfig:
-        """transformers' configuration of the whole checkpoint. Raises the errors of `config_of_transformers`."""
+        """transformers' configuration of the whole checkpoint. Raises like `config_of_transformers`."""
         return config_of_transformers(self.config, self.location)
 
     @cached_property
     def found(self) -> PreTrainedConfig:
-        """transformers' configuration of the language model. Reading it registers our attention with transformers.
+        """transformers' configuration of the language model. Also registers our attention with transformers.
 
         Raises:
             InvalidSetup: the model does not exist.
@@ -133,7 +133,7 @@ class ModelSource:
 
     @property
     def layers_with_states(self) -> frozenset[str]:
-        """The types of the layers that store one state for a whole sequence."""
+        """The types of the model's recurrent layers, which store one state for a whole sequence."""
         return LAYERS_WITH_STATES.intersection(_layer_types(self.found))
 
     @property
@@ -143,12 +143,12 @@ class ModelSource:
 
     @cached_property
     def quantised(self) -> Quantised | None:
-        """The config.json's description of quantised weights; None if the weights are not quantised."""
+        """How config.json describes quantised weights, or None if the weights are not quantised."""
         return Quantised.of(read_config(self.config, self.location))
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder of the files. A hub id is downloaded; None if that fails, and transformers will say why."""
+        """The folder with the files. Downloads a hub id. None if that fails; transformers will then report why."""
         if Path(self.location).is_dir():
             return Path(self.location)
         from transformers.utils.hub import snapshot_download
@@ -163,13 +163,13 @@ class ModelSource:
             return None
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """Return the weights in the folder's files, or in its GGUF file. Raises OSError if a file cannot be read."""
+        """Open the folder's safetensors files, or the GGUF file behind it. Raises OSError if a file cannot be read."""
         if self.gguf is not None:
             return GgufCheckpoint(folder, self.dtype, self.gguf)
         return Checkpoint(folder, self.dtype, self.quantised)
 
     def weights_of_gguf(self) -> dict[str, torch.Tensor] | None:
-        """Return all weights of a GGUF file, multiplied out; None if the model is no GGUF file."""
+        """Return all weights of a GGUF file, dequantised; None if the model is not a GGUF file."""
         if self.gguf is None:
             return None
         self.log_gguf(is_kept=False)
@@ -177,13 +177,13 @@ class ModelSource:
 
     @cached_property
     def gguf(self) -> Manifest | None:
-        """The places of the weights in GGUF files; None if the model is no GGUF file."""
+        """Where the weights are in the GGUF files, or None if the model is not a GGUF file."""
         return manifest_in(Path(self.location)) if Path(self.location).is_dir() else None
 
     def log_gguf(self, *, is_kept: bool) -> None:
-        """Log how the weights of a GGUF file are served; log nothing for other models.
+        """Log in which types a GGUF file's weights are served. Does nothing for other models.
 
-        is_kept: whether the C++ code multiplies with weights in the file's own types, where it can.
+        is_kept: whether matrices keep the file's types if the C++ code supports these.
         """
         if (manifest := self.gguf) is None:
             return
@@ -197,7 +197,7 @@ class ModelSource:
         logger.info("%s: its weights are read as %s (%s)", self.config.path, self.dtype, ", ".join(others) or "none")
 
     def log_multiplied_out(self) -> None:
-        """Log that weights are multiplied out, if the files are quantised. `log_gguf` covers GGUF files."""
+        """Log that quantised weights are dequantised, if there are any. GGUF files are logged by `log_gguf`."""
         if self.quantised is None:
             return
         packing, hint = self.quantised.packing, ""
@@ -210,7 +210,7 @@ class ModelSource:
         )
 
     def check_ranks(self, size: int) -> None:
-        """Raise InvalidSetup, with the numbers, if `size` ranks cannot share the model. Reads no weights."""
+        """Raise InvalidSetup, with the reason, if `size` ranks cannot share the model. Reads no weights."""
         if self.quantised is not None:
             raise InvalidSetup(
                 f"replicas.tensor_parallel: got {size}; a quantised checkpoint is not divided among ranks. Serve the "
@@ -226,7 +226,7 @@ class ModelSource:
 
 
 def not_computed(recurrence: str) -> str:
-    """Return the refusal of a model whose layers have this recurrence."""
+    """Return the predicate of a refusal for a model with an unsupported recurrence, which is given by name."""
     return (
         f"has layers with a state that is not computed here: {recurrence}. Short convolutions, the gated delta rule, "
         f"Mamba 1 and Mamba 2 are computed"
@@ -239,7 +239,7 @@ def _layer_types(found: PreTrainedConfig) -> set[str]:
 
 
 def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConfig:
-    """Load the configuration. Raises InvalidSetup if there is no model, UnsupportedModel for encoder-decoder models."""
+    """Load a configuration. Raises InvalidSetup if there is none, or UnsupportedModel for encoder-decoder models."""
     from transformers import AutoConfig
 
     try:
@@ -266,12 +266,13 @@ def pretrained(
     unused: tuple[str, ...] = (),
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a module by one of transformers' Auto classes, from safetensors only. Code from the repository never runs.
+    """Load a module by a class of transformers, only from safetensors. Code from the repository never runs.
 
-    location: None if `options` has all the weights.
-    unused: prefixes of weight names that the files may lack.
+    location: None if `options` contains all weights.
+    unused: prefixes of weights that the files may lack.
 
-    Raises ValueError if the files lack other weights, which transformers would leave random; and transformers' errors.
+    Raises ValueError if the files lack any other weight, which transformers would initialise at random, and
+    transformers' own errors.
     """
     module: PreTrainedModel
     with _without_report():
@@ -286,7 +287,7 @@ def pretrained(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Silence transformers' table of weights that the module does not use, such as the weights of image towers."""
+    """Silence transformers' report of unused weights, which would list those of image towers."""
     log = logging.getLogger("transformers.modeling_utils")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -297,7 +298,7 @@ def _without_report() -> Iterator[None]:
 
 
 def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """Build transformers' model on the meta device."""
+    """Build transformers' model on the meta device, adapted to paged attention and states in slots."""
     with torch.device("meta"):
         module = _with_our_attention(
             lambda name: source.model_class._from_config(source.found, dtype=dtype, attn_implementation=name)
@@ -315,10 +316,10 @@ def _read_generation_config(source: ModelSource, module: PreTrainedModel) -> Non
 
 
 def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """Return the module that `make` builds with our attention, or with "eager" if its code does not accept ours.
+    """Return the module that `make` builds with our attention, or with "eager" if the model's code rejects ours.
 
-    Code that refuses our attention has its own list of attention functions; see `own_attention`.
-    make: takes the name of an attention function.
+    Such code looks attention functions up in a table of its own, see `own_attention`. make: receives the name of an
+    attention function.
     """
     try:
         return make(ATTENTION_NAME)
@@ -329,12 +330,12 @@ def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedMod
 
 
 def mapped_model(source: ModelSource, device: torch.device | None = None) -> MappedModel | None:
-    """Map the weights of a model in a folder, or of this rank's part, if the module apart from attention is Llama-like.
+    """Map the weights of a Llama-like model, or of this rank's part of it, from files in a folder.
 
-    device: receives copies of the weights. None leaves them mapped, for models that the C++ decoder may compute.
+    device: the device to copy weights to. None leaves them mapped, for models that the C++ decoder may support.
 
-    Returns None if the files lack weights, if transformers changes weights when it reads them, or if transformers
-    should report an error in them.
+    Returns None if transformers must load the model instead: because it is not Llama-like, because transformers changes
+    its weights when it reads them, or because files are missing or damaged, which transformers will then report.
     """
     folder, quantised = source.folder, source.quantised
     if folder is None or (quantised is not None and not quantised.has_scales):
@@ -360,8 +361,8 @@ def mapped_model(source: ModelSource, device: torch.device | None = None) -> Map
 def read_module(source: ModelSource) -> PreTrainedModel:
     """Load transformers' model onto the device, with positions that do not depend on other tokens in a step.
 
-    On a GPU, weights that need no change are read directly from the files. All other weights pass through the host's
-    memory: transformers needs `accelerate` to avoid this.
+    On a GPU, weights that need no change are copied directly from the files. Otherwise the whole model passes through
+    host memory, because transformers needs `accelerate` to avoid that.
     """
     module = None
     if source.device.type == "cuda" or (source.quantised is not None and source.quantised.has_scales):
@@ -373,13 +374,13 @@ def read_module(source: ModelSource) -> PreTrainedModel:
 
 
 def fix_positions_of(source: ModelSource, module: PreTrainedModel) -> None:
-    """Fix positions up to the longest served sequence. A model of unknown length is refused later, with the reason."""
+    """Fix positions for the longest served sequence. If that is unknown, the model will be refused later."""
     if known := source.config.max_model_len or length_limit(module):
         fix_positions(module, known)
 
 
 def module_on_device(source: ModelSource) -> PreTrainedModel | None:
-    """Load the module layer by layer; None if the files cannot be read as they are."""
+    """Load the module layer by layer. Returns None if `mapped_model` does not support the model."""
     mapped = mapped_model(source, source.device)
     if mapped is None:
         logger.info("%s: its weights are read into the host's memory first", source.config.path)
@@ -389,7 +390,7 @@ def module_on_device(source: ModelSource) -> PreTrainedModel | None:
 
 
 def adapt(source: ModelSource, module: PreTrainedModel) -> None:
-    """Make a module use the states and the latents of a step. Latents are used only on CPUs, in one process."""
+    """Make a module use states in slots and, on a CPU in one process, store latents in place of keys and values."""
     use_slots(module)
     number_layers(module)
     if source.device.type == "cpu" and source.group is None and not TritonAttention.fits(source.device):
@@ -397,9 +398,9 @@ def adapt(source: ModelSource, module: PreTrainedModel) -> None:
 
 
 def module_of_transformers(source: ModelSource) -> PreTrainedModel:
-    """Load a module through transformers, with all its weights on the device.
+    """Load a module through transformers, with all weights on the device.
 
-    Raises UnsupportedModel with the reason, or torch's own error if the device's memory is too small.
+    Raises UnsupportedModel, with the reason, or torch's own error if the device has too little memory.
     """
     path, quantised, found = source.config.path, source.quantised, source.found
     try:
@@ -419,7 +420,7 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
         if location is None:
             _read_generation_config(source, module)
         return module if "device_map" in options else module.to(source.device)
-    except Exception as error:  # each quantisation package raises errors of its own
+    except Exception as error:  # each quantisation package raises its own errors
         if is_out_of_memory(error):
             raise
         if quantised is not None:
@@ -430,15 +431,15 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
 
 
 def part_of_rank(source: ModelSource, mapped: MappedModel | None = None) -> tuple[PreTrainedModel, Reference | None]:
-    """Return this rank's part of the model on the device, and on rank 0 the reference output of the whole model.
+    """Return this rank's part of the model and, on rank 0 only, the whole model's reference output.
 
-    mapped: holds the weights of the part, if the module is not to hold them.
+    mapped: if given, its module is returned without weights, which a decoder reads from it.
 
-    Each rank reads only its own weights. If transformers has to read the files, each rank holds the whole model in the
-    host's memory until the model is divided.
+    Each rank reads only its own weights. If transformers must read the files, every rank holds the whole model in host
+    memory until the model is split.
     """
     group = source.group
-    assert group is not None, "a rank is one of a group"
+    assert group is not None, "a rank belongs to a group"
     whole = _reference_from_files(replace(source, group=None)) if group.rank == 0 else None
     if mapped is not None:
         return mapped.module, whole
@@ -455,17 +456,17 @@ def part_of_rank(source: ModelSource, mapped: MappedModel | None = None) -> tupl
 
 
 def _reference_from_files(source: ModelSource) -> Reference | None:
-    """Compute the reference output from the files, layer by layer on the device. None if the files do not allow it."""
+    """Compute the reference output layer by layer, reading weights from the files. None if that is not supported."""
     mapped = mapped_model(source, source.device)
     if mapped is None:
         return None
     if source.device.type == "cpu":
-        mapped = MappedModel(mapped.module, mapped.checkpoint)  # do not copy weights that are needed only once
+        mapped = MappedModel(mapped.module, mapped.checkpoint)  # each weight is used once, so do not copy it
     mapped.compute_from_files()
     fix_positions_of(source, mapped.module)
     return Reference.of(source.config.path, mapped.module, source.device)
 
 
 def length_limit(module: PreTrainedModel) -> int | None:
-    """Return the longest sequence length that the model's configuration names; None if it names none."""
+    """Return the model's length limit according to its configuration, or None if it gives none."""
     return getattr(module.config.get_text_config(), "max_position_embeddings", None)

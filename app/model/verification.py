@@ -1,4 +1,4 @@
-"""Verifies an implementation of a model: compares its output for a few tokens with that of the model's own code."""
+"""Verifies an implementation of a model by comparing its output for a few tokens with that of the model's own code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUM_TOKENS = 24
-_SLOTS_OF_SEQUENCE = 3  # for states: two used alternately, and one for the state from which two pieces start
-# Limits for the first layer's output and for the whole model's, relative to their size, by number type or quantisation.
-# The largest differences measured with the wide weights of tests/tiny_models.py: 0.04 and 0.08 in 8 bits, 0.43 and 0.63
-# in 4; in SmolLM2-135M: 0.008 and 0.021 in 8 bits, 0.009 and 0.025 in 4. Unrelated outputs of equal size differ by 1.4.
+_SLOTS_OF_SEQUENCE = 3  # for states: two that alternate, and one for a state from which several pieces start
+# Number type or quantisation → limits for the first layer's output and the whole model's, relative to their size.
+# The largest differences measured with the wide weights of tests/tiny_models.py were 0.04 and 0.08 in 8 bits, and 0.43
+# and 0.63 in 4; in SmolLM2-135M, 0.008 and 0.021 in 8 bits, and 0.009 and 0.025 in 4. Unrelated outputs differ by 1.4.
 MAX_DIFFERENCES = {
     torch.float32: (1e-4, 1e-3),
     torch.bfloat16: (0.03, 0.5),
@@ -35,15 +35,15 @@ MAX_DIFFERENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The outputs for the first few tokens of a sequence."""
+    """A model's outputs for consecutive tokens of a sequence."""
 
-    first_layer: torch.Tensor  # [1, num_tokens, size]; or logits, see `Reference.with_first_logits`
+    first_layer: torch.Tensor  # [1, num_tokens, size]; logits after `Reference.with_first_logits`
     logits: torch.Tensor  # [1, num_tokens, vocab_size]
     is_mixture: bool = False  # whether the model has experts
 
     @classmethod
     def joined(cls, parts: Sequence[Output]) -> Output:
-        """Return the outputs for the tokens of all parts, one part after the other."""
+        """Concatenate the outputs of consecutive parts."""
         first = torch.cat([part.first_layer for part in parts], dim=1)
         return cls(first, torch.cat([part.logits for part in parts], dim=1), parts[0].is_mixture)
 
@@ -51,46 +51,46 @@ class Output:
         return replace(self, first_layer=change(self.first_layer), logits=change(self.logits))
 
     def part(self, first: int, end: int) -> Output:
-        """Return the outputs for the tokens `first` to `end` - 1."""
+        """Return the outputs of tokens `first` to `end` - 1."""
         return self.changed(lambda each: each[:, first:end])
 
 
-# Computes a step with some KV memory, and returns the outputs for all tokens of the packed row.
+# Runs a step with the implementation under test, and returns the outputs of all tokens in the packed row.
 ComputeStep = Callable[[StepBatch], Output]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialBlocks:
-    """The KV memory that trial steps use: its blocks 0, 1, … are overwritten."""
+    """The size of the KV memory that trial steps may overwrite, starting with block 0."""
 
     block_size: int
-    num_blocks: int  # of each group of layers
-    max_blocks: int  # of one sequence, in each group
+    num_blocks: int  # in each group of layers
+    max_blocks: int  # of one sequence, in each group of layers
     num_groups: int = 1
     max_rows: int = NUM_TOKENS  # the most sequences in a step
 
     @classmethod
     def enough(cls, block_size: int, *, num_groups: int = 1) -> TrialBlocks:
-        """Return enough blocks for the tokens that are tried and for equally many of another sequence."""
+        """Return a size that is enough for the sequence under test and for another one of the same length."""
         max_blocks = -(-NUM_TOKENS // block_size)
         return cls(block_size=block_size, num_blocks=2 * max_blocks, max_blocks=max_blocks, num_groups=num_groups)
 
     @property
     def num_state_slots(self) -> int:
-        """The number of slots for the states of two sequences."""
+        """The slots that the states of two sequences need."""
         return 2 * _SLOTS_OF_SEQUENCE
 
     @property
     def num_own_tokens(self) -> int:
-        """The maximum length of the sequence under test. Leaves a block for another sequence if there are several."""
+        """The most tokens of the sequence under test. Leaves a block for another sequence unless there is only one."""
         return min(self.max_blocks, max(1, self.num_blocks - 1)) * self.block_size
 
     def piece(
         self, name: str, token_ids: Sequence[int], start: int, *, first_block: int = 0, kept: int = 0
     ) -> ScheduledSequence:
-        """Return tokens of a sequence at positions from `start`; the sequence's blocks begin at `first_block`.
+        """Return the part of a sequence from position `start` on. The sequence's blocks start at `first_block`.
 
-        kept: the states after `kept` tokens stay in a slot of their own, so that a second piece can start from them.
+        kept: the states after this many tokens stay in their own slot, so that several pieces can start from them.
         """
         end_block = first_block + -(-(start + len(token_ids)) // self.block_size)
         blocks = range(first_block * self.num_groups, end_block * self.num_groups, self.num_groups)
@@ -105,7 +105,7 @@ class TrialBlocks:
 
 
 def step_of(*pieces: ScheduledSequence) -> StepBatch:
-    """Return a step that computes the logits of all tokens."""
+    """Return a batch that requests the logits of all tokens."""
     return StepBatch(pieces, (), has_drafts=True)
 
 
@@ -115,14 +115,14 @@ def run_module(
     positions: torch.Tensor | None,
     step: AttentionStep | CacheProbe | None,
 ) -> Output:
-    """Return the outputs of transformers' code. token_ids, positions: [1, num_tokens]. step: a step of our attention.
+    """Run transformers' code. token_ids, positions: [1, num_tokens].
 
-    positions: None for the positions that the model chooses by itself.
+    positions: None to let the model's code choose them. step: the step of our attention, if the module uses it.
     """
     output = run_forward(module, step, input_ids=token_ids, position_ids=positions, output_hidden_states=True)
     is_mixture = any(name.endswith(".experts") for name, _ in module.named_modules())
     first_layer = output.hidden_states[1]
-    if first_layer.shape[0] > 1:  # several streams of hidden states: [num_streams, 1, num_tokens, hidden_size]
+    if first_layer.shape[0] > 1:  # several residual streams, [num_streams, 1, num_tokens, hidden_size]
         first_layer = first_layer.movedim(0, -2)
     return Output(first_layer.flatten(2), output.logits, is_mixture)
 
@@ -130,7 +130,7 @@ def run_module(
 def tokens_to_try(module: PreTrainedModel, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a few tokens and their positions, [1, num_tokens] each.
 
-    The tokens are ordinary: special tokens, which often have low ids, cause values that no text causes.
+    Avoids low ids, which are often special tokens and cause unusually large values.
     """
     positions = torch.arange(NUM_TOKENS, device=device)[None]
     num_embeddings = module.get_input_embeddings().weight.shape[0]
@@ -139,16 +139,16 @@ def tokens_to_try(module: PreTrainedModel, device: torch.device) -> tuple[torch.
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A model's outputs for a few tokens with its own attention, by which all other implementations are verified."""
+    """The outputs of a model's own code and attention for a few tokens, with which implementations are compared."""
 
-    path: str  # the model's path, as in the settings
+    path: str  # the model's path in the settings, for messages
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
     own: Output
 
     @classmethod
     def of(cls, path: str, module: PreTrainedModel, device: torch.device) -> Reference:
-        """Compute a reference with the module, whose weights must be on the device."""
+        """Compute the reference with a module, whose weights must be on the device."""
         token_ids, positions = tokens_to_try(module, device)
         ours = module.config._attn_implementation
         module.set_attn_implementation("eager")
@@ -161,32 +161,32 @@ class Reference:
         return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device), own=own)
 
     def part(self, first: int, end: int) -> Reference:
-        """Return the reference for the tokens `first` to `end` - 1."""
+        """Return the reference of tokens `first` to `end` - 1."""
         token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
     def with_first_logits(self, module: PreTrainedModel) -> Reference:
-        """Turn the first layer's output into logits by norm and head, because our decoders only return logits."""
+        """Convert the first layer's output to logits by norm and head, because our decoders only return logits."""
         first, base, cap = self.own.first_layer, module.model, getattr(module.config, "final_logit_softcapping", None)
-        if len(base.layers) > 1:  # with one layer, this output is the whole model's and has passed the norm
+        if len(base.layers) > 1:  # the output of a model's last layer is already normalised
             first = base.get_submodule(described_as(module).names.final_norm)(first)
         logits = module.lm_head(first)
         return replace(self, own=replace(self.own, first_layer=torch.tanh(logits / cap) * cap if cap else logits))
 
     def verify_steps(self, how: str, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> None:
         """Verify every form of step: the first and later pieces of a prompt, single tokens, and tokens beside another
-        sequence. A layer with state other than paged keys and values fails in the later pieces.
+        sequence. The later pieces reveal layers with unknown state.
 
         how, quantization: as in `verify`.
 
         Raises:
-            UnsupportedModel: the results differ by more than rounding errors.
+            UnsupportedModel: results differ by more than rounding errors.
         """
         for what, expected, computed in self._in_steps(compute, blocks):
             expected.verify(f"{how}, of {what},", computed, quantization)
 
     def difference_in_steps(self, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> str | None:
-        """Return the first difference that `verify_steps` would raise, in words; None if there is none."""
+        """Return the first difference for which `verify_steps` would raise, in words, or None."""
         for what, expected, computed in self._in_steps(compute, blocks):
             difference = expected.difference(computed, quantization)
             if difference is not None:
@@ -194,7 +194,7 @@ class Reference:
         return None
 
     def _in_steps(self, compute: ComputeStep, blocks: TrialBlocks) -> Iterator[tuple[str, Reference, Output]]:
-        """Yield the name of each form of step, the reference for its tokens, and the computed outputs."""
+        """Run every form of step. Yields (name of the form, reference for its tokens, computed outputs)."""
         token_ids: list[int] = self.token_ids[0].tolist()
         num_tokens = min(len(token_ids), blocks.num_own_tokens)
         third = max(1, num_tokens // 3)
@@ -210,15 +210,15 @@ class Reference:
             ("single tokens", singles),
         ):
             pieces = [piece for piece in pieces if piece[0] < piece[1]]
-            if pieces:  # a context of one or two tokens has only the first form
+            if pieces:  # with one or two tokens, there is only a first piece
                 outputs = [compute(step_of(own(*piece))) for piece in pieces]
                 yield what, self.part(pieces[0][0], pieces[-1][1]), Output.joined(outputs)
         together = [later, *singles][: blocks.max_rows - 1]
         first_block = -(-num_tokens // blocks.block_size)
         num_others = min(third, (blocks.num_blocks - first_block) * blocks.block_size)
-        if later[0] == later[1] or num_others <= 0 or not together:  # two sequences can never share a step
+        if later[0] == later[1] or num_others <= 0 or not together:  # no two sequences can share a step
             return
-        # Each single token is a sequence of its own: the sequences share blocks, as sequences with one prefix do.
+        # In this step, each single token is a separate sequence. They share blocks, like sequences with one prefix.
         other = blocks.piece("other", token_ids[::-1][:num_others], 0, first_block=first_block)
         row = compute(step_of(other, *(own(*piece) for piece in together)))
         end = together[-1][1]
@@ -227,15 +227,15 @@ class Reference:
     def verify(self, how: str, computed: Output, quantization: str = "none") -> None:
         """Raise UnsupportedModel, with the numbers, if the outputs differ from the reference.
 
-        how: names the implementation. quantization: of its weights, or of its KV memory.
+        how: describes the implementation, for the message. quantization: of its weights or KV memory.
         """
         difference = self.difference(computed, quantization)
         if difference is not None:
             raise UnsupportedModel(f"{self.path} computes other results {how} than with its own code: {difference}")
 
     def difference(self, computed: Output, quantization: str = "none") -> str | None:
-        """Return the difference in words, if it exceeds rounding errors; else None."""
-        # Rounding errors grow with each layer, but wrong attention shows in the first layer: one tight limit, one wide.
+        """Return the difference in words if it exceeds rounding errors, or None."""
+        # The first layer's limit is tight, because it reveals wrong attention. Rounding errors grow with each layer.
         kind = self.own.logits.dtype if quantization == "none" else quantization
         for what, mine, theirs, limit in zip(
             ("the first layer's output", "the output"),
@@ -253,10 +253,10 @@ class Reference:
 def difference_above(
     limit: float, mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool = False, least_size: float = 1e-9
 ) -> str | None:
-    """Return the relative difference between two outputs, in words; None if it is within the limit.
+    """Return the relative difference between two outputs, in words, or None if it is within the limit.
 
-    by_token: compare token by token, and take the third quartile of the differences instead of one difference for all
-    tokens. In bfloat16 two experts often have nearly equal scores, and rounding selects another expert for some tokens.
+    by_token: use the third quartile of the tokens' differences instead of the difference over all tokens. For mixtures:
+    in bfloat16, two experts often have nearly equal scores, and rounding selects another expert for some tokens.
     """
     dims = (-1,) if by_token else None
     difference = torch.linalg.vector_norm(mine.float() - theirs.float(), dim=dims)

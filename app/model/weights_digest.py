@@ -1,4 +1,4 @@
-"""A digest that shows whether two machines have the same weights in their files."""
+"""Computes a digest of a model's weights, by which machines can tell whether their files are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def digest_of_weights(config: EngineConfig) -> int:
-    """Return a number that is equal on machines with the same weights; 0 if the weights cannot be read."""
+    """Return a number that is equal on machines with equal weights in equal types; 0 without readable weights."""
     model = config.model
     if model.simulated is not None:
         return 0
@@ -26,23 +26,23 @@ def digest_of_weights(config: EngineConfig) -> int:
         logger.warning("the files of %s have no digest: %s", model.path, described(error))
         return 0
     dtype: str = model.dtype
-    if dtype == "auto":  # this machine's choice
+    if dtype == "auto":  # depends on the machine
         from app.model.device import dtype_of
 
         dtype = dtype_of(model, location).name
-    # The weights in another type count as other weights: replicas with different types do not continue each other's
-    # tokens. The same holds for KV memory.
+    # Includes the types of weights and KV memory, because replicas with different types must not resume each other's
+    # requests: they would generate other tokens.
     return crc32(f"{dtype} {model.quantization} {config.cache.dtype}".encode(), digest) if digest else 0
 
 
 def weights_digest(location: str, revision: str | None = None) -> int:
-    """Return a digest of a folder, or of a downloaded hub id, from samples spread over its files.
+    """Return a digest of samples from the files of a folder or a downloaded hub id. Returns 0 if there are no files.
 
-    This takes milliseconds for files that were read recently. Returns 0 if no such files exist.
+    Takes only milliseconds for files that have been read recently.
     """
     folder = folder_of_weights(location, revision)
     digest = 0
-    num_samples = 256  # per file: training changes every large tensor, and each one has several samples
+    num_samples = 256  # per file; enough to hit every large tensor, all of which training changes
     sample_bytes = 16 * 1024
     patterns = ("*.safetensors", "config.json")
     manifest = manifest_in(folder)
@@ -59,7 +59,7 @@ def weights_digest(location: str, revision: str | None = None) -> int:
 
 
 def folder_of_weights(location: str, revision: str | None) -> Path:
-    """Return the folder, or the folder of a downloaded hub id."""
+    """Return `location` if it is a folder, else the folder of a hub id that has been downloaded."""
     if Path(location).is_dir():
         return Path(location)
     from transformers.utils.hub import cached_file

@@ -193,15 +193,15 @@ def _for_pipeline(asked: Asked, name: str) -> Asked:
 
 
 async def stop_one_of_three(size: Size) -> list[Row]:
-    """R4: SIGSTOP one of 3 replicas, and SIGCONT after eight seconds, with two values of silence_timeout_s."""
+    """R4: SIGSTOP one of 3 replicas, and SIGCONT after eight seconds, with two values of step_timeout_s."""
     rows = []
-    for silence_s in (3.0, 0.8):
+    for step_s in (60.0, 20.0):
         fault = Fault(
-            row="R4", text=f"SIGSTOP one of 3 replicas for {LASTS_S:g} s, silence_timeout_s {silence_s:g}", source="R4",
+            row="R4", text=f"SIGSTOP one of 3 replicas for {LASTS_S:g} s, step_timeout_s {step_s:g}", source="R4",
             choose=lambda running, source: partial(stop, source.choice(running.replicas())),
             recovery="answers_after_sigcont_s",
         )  # fmt: skip
-        rows += await _all([fault], size, silence_timeout_s=silence_s)
+        rows += await _all([fault], size, step_timeout_s=step_s)
     return rows
 
 
@@ -274,7 +274,7 @@ async def _lose_head(size: Size) -> list[Row]:
         return [{"row": "R7", "fault": "kill -9 Ray's head, with Redis", "skipped": reason}]
     # The threads of the previous rows are not in this service's network namespace.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-    with TemporaryDirectory() as folder, with_head(application(batches={"path": folder, "max_in_flight": 2})) as (
+    with TemporaryDirectory() as folder, with_head(application(batches={"path": folder})) as (
         running, head,
     ):  # fmt: skip
         await running.is_whole()

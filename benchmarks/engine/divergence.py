@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from app.engine.batch import WaitReason
 from app.engine.trace.entries import NOTHING, ScheduledTokens, StepRecord
 
 _MAX_LISTED = 8
@@ -46,21 +47,32 @@ class Comparison:
     """Compares the steps of one run, in their order. The scheduled tokens must be in full."""
 
     def __init__(
-        self, names: Mapping[int, str], *, differences: Sequence[str], computes: bool, hides_tokens: bool = False
+        self,
+        names: Mapping[int, str],
+        *,
+        differences: Sequence[str],
+        computes: bool,
+        hides_tokens: bool = False,
+        had_batch_size: bool = False,
     ) -> None:
         """`names`: the requests' ids by number. `computes`: whether a model computes; else tokens come from the log.
 
-        `differences`: where settings, code and versions differ from the log, in words.
+        `differences`: where settings, code and versions differ from the log, in words. `had_batch_size`: the
+        log is of a former version, in which requests behind a full batch waited for the strategy. Now they wait for
+        slots.
         """
         self._names = names
         self._differences = differences
         self._computes = computes
         self._hides_tokens = hides_tokens
+        self._had_batch_size = had_batch_size
         self._before = NOTHING
         self._num_drawn: dict[int, int] = {}  # number of tokens drawn, by request number
 
     def first_difference(self, recorded: StepRecord, made: StepRecord) -> Divergence | None:
         """Return the first difference, or None if the replay made this step as recorded."""
+        if self._had_batch_size and (recorded.wait_reason, made.wait_reason) == (WaitReason.STRATEGY, WaitReason.SLOTS):
+            recorded = recorded._replace(wait_reason=WaitReason.SLOTS)
         for what, expected, got, likely in self._all_differences(recorded, made):
             if self._differences:
                 likely = f"the set-up of the replay differs ({'; '.join(self._differences)}); otherwise {likely}"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 
 from app.build import assemble
-from app.config import CacheConfig, SchedulerConfig
+from app.config import CacheConfig, SchedulerConfig, TargetsConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import ScheduledSequence
 from app.engine.block_pool import Prefix
@@ -220,7 +220,7 @@ class Reenactment:
 
 def _without_tuner(config: SchedulerConfig) -> SchedulerConfig:
     """Return the config without targets: the limits that the tuner chose are entries of the log."""
-    return config.model_copy(update={"targets": None})
+    return config.model_copy(update={"targets": TargetsConfig()})
 
 
 def facts_of(header: Header) -> ModelInfo:

@@ -25,7 +25,7 @@ from app.build import build_matchers, build_sync_engine
 from app.config import EngineConfig, SpeculationConfig
 from app.engine.engine import NO_ADAPTERS, Engine
 from app.engine.request import Adapter
-from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, StepRecord, parse
+from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, StepRecord, parse, without_batch_size
 from app.errors import CarouselError, UnsupportedAdapter
 from app.model.adapter_files import adapter_at
 from app.versions import commit, versions
@@ -142,7 +142,11 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
         stand_ins=StandIns(run.entries(), block_size=config.cache.block_size) if run.hides_prompts else None,
     )
     comparison = Comparison(
-        reenactment.request_ids, differences=differences, computes=not simulated, hides_tokens=run.hides_prompts
+        reenactment.request_ids,
+        differences=differences,
+        computes=not simulated,
+        hides_tokens=run.hides_prompts,
+        had_batch_size="batch_size" in run.header.config["scheduler"]["strategy"],
     )
     found = reenact(run.entries(), reenactment, comparison)
     if matchers is not None:
@@ -210,6 +214,7 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
     base = dict(header.config) | {"step_log": {}}
     base["model"] = header.config["model"] | ({} if model is None else {"path": model})
     base["cache"] = _cache_of(header)
+    base["scheduler"] = without_batch_size(header.config["scheduler"])
     for name in ("strategy", "policy"):
         if f"scheduler.{name}" in assignments:  # another strategy or policy starts with its own defaults
             base["scheduler"] = base["scheduler"] | {name: {}}
@@ -228,6 +233,7 @@ def _cache_of(header: Header) -> dict[str, Any]:
 def _differences(header: Header, config: EngineConfig, *, computes: bool) -> list[str]:
     here = config.model_dump(mode="json")
     recorded = {**header.config, "cache": _cache_of(header)}
+    recorded["scheduler"] = without_batch_size(header.config["scheduler"])
     branches = ("scheduler", "cache", *(("model",) if computes else ()))
     found = [
         difference
@@ -284,7 +290,7 @@ def find_run(place: str) -> RecordedRun:
         if header.part != expected:
             raise BenchmarkError(
                 f"{file} is part {header.part} of its log and part {expected} is not there; an engine can only be run "
-                f"again from its start: keep more of the log with step_log.max_megabytes"
+                f"again from its start"
             )
         if header.run != headers[0].run:
             raise BenchmarkError(f"{file} is of run {header.run}, {files[0]} of run {headers[0].run}")

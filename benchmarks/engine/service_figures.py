@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.batch import StepBatch
 from app.engine.engine import Engine
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.sequence import EngineSequence
@@ -50,10 +50,10 @@ class StepTrace(StepObserver):
         """Start the trace: the run of this engine begins now."""
         self._start_s, self._stats = engine.now(), engine.stats
 
-    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch) -> None:
         assert self._stats is not None, "started before the first step"
         if batch.scheduled:
-            self._held.append((self._stats().num_running, decision.num_waiting))
+            self._held.append((self._stats().num_running, batch.decision.num_waiting))
 
     def failed(self, how: FailureKind, sequences: Iterable[EngineSequence] = ()) -> None:
         self._held.clear()

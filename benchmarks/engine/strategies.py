@@ -250,12 +250,11 @@ def _names_in(text: str, kind: str, known: Collection[str]) -> list[str]:
 
 
 def _trial(given: argparse.Namespace, assignments: Assignments, strategy: str, policy: str) -> Trial:
-    """Return a trial of these names. The size of a whole batch comes first, then `--set` overrides their parameters."""
+    """Return a trial of these names. `--set` overrides their parameters."""
     own = base_assignments(assignments)
-    max_running = configured(given, own).scheduler.max_running
     for branch, name in (("strategy", strategy), ("policy", policy)):
         path, known = f"scheduler.{branch}", _BRANCHES[branch][name].model_fields
-        own |= {path: name} | ({f"{path}.batch_size": str(max_running)} if "batch_size" in known else {})
+        own |= {path: name}
         parameters = {f"{path}.{parameter}" for parameter in known}
         own |= {each: value for each, value in assignments.items() if each in parameters}
     return Trial(f"{strategy} {policy}", configured(given, own).scheduler)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, SamplingParams
+from app.engine.request import FILTERS, MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, SamplingParams
 from benchmarks.harness.command import BenchmarkError, did_you_mean
 
 WARM_UP_REQUESTS = 32
@@ -19,7 +19,7 @@ _TokenId = Annotated[int, Field(ge=0)]
 
 
 class _Line(BaseModel):
-    """The fields of a line. A request without a temperature is greedy."""
+    """The fields of a line without `FILTERS`. A request without a temperature is greedy."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -29,9 +29,6 @@ class _Line(BaseModel):
     arrival_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     ignore_eos: bool = False
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
     seed: int = Field(0, ge=0, lt=2**63)
     tenant: str = Field("", max_length=MAX_TENANT_LENGTH)
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -43,8 +40,14 @@ class _Line(BaseModel):
         return TimedRequest(request=request, arrival_s=self.arrival_s)
 
 
-_SAMPLING = {"max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"}
+_SAMPLING = {"max_tokens", "temperature", "seed", "ignore_eos", *FILTERS}
 _REQUEST = {"prompt_token_ids", "tenant", "priority", "deadline_s"}
+_FILTERS: dict[str, Any] = {
+    each.name: (type(each.default), Field(each.default, ge=0, allow_inf_nan=False))
+    for each in fields(SamplingParams)
+    if each.name in FILTERS
+}
+_FullLine = create_model("_FullLine", __base__=_Line, **_FILTERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,7 @@ def read_workloads(paths: Iterable[str]) -> dict[str, Workload]:
 
 def _parse(content: str, *, place: str) -> _Line:
     try:
-        return _Line.model_validate_json(content)
+        return _FullLine.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         raise BenchmarkError(f"{place}: {_in_words(first['type'], first['loc'], first['msg'])}") from error
@@ -129,7 +132,7 @@ def _parse(content: str, *, place: str) -> _Line:
 def _in_words(kind: str, location: Sequence[int | str], message: str) -> str:
     where = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
-        return f"there is no field {where!r}{did_you_mean(where, _Line.model_fields)}"
+        return f"there is no field {where!r}{did_you_mean(where, _FullLine.model_fields)}"
     return f"{where}: {message}" if where else message
 
 

@@ -13,7 +13,11 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from app.api.http.openapi import openapi_document
 from app.api.json_structure import MAX_STRINGS, MAX_STRUCTURE, MAX_VALUES
+from app.api.prepared_request import RequestLimits
+from app.config import ApiConfig
+from app.engine.request import FILTERS
 
 Json = dict[str, Any]
 
@@ -44,8 +48,8 @@ _NEEDED: dict[str, Json] = {
 # The most work that a short body can ask for.
 _LARGE_ANSWER: Json = {
     "n": 128, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20, "echo": True, "return_token_ids": True,
-    "ignore_eos": True, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, "min_p": 0.1,
-    "top_k": 50, "top_p": 0.9, "include": ["message.output_text.logprobs"],
+    "ignore_eos": True, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, **FILTERS,
+    "include": ["message.output_text.logprobs"],
 }  # fmt: skip
 
 
@@ -124,6 +128,13 @@ def endpoint_schemas(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
                 shared = {name: each for name, each in shared.items() if name != "prompt"}
                 schema = schema | {"properties": shared | schema["properties"]}
             yield path, schema
+
+
+def minimal_bodies() -> dict[str, Json]:
+    """Return the smallest body for each endpoint with a JSON body, as far as `required` names the fields it needs."""
+    document = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)
+    filler = _Filler(document["components"]["schemas"], max_model_len=1, size=1)
+    return {path: filler.minimal(schema) for path, schema in endpoint_schemas(document) if "required" in schema}
 
 
 def _body(path: str, name: str, make: Callable[[], Json], *, is_full: bool = False) -> FieldBody:

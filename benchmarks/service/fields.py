@@ -227,7 +227,7 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
         ],
         "pipelines": [
             {"name": "together", "steps": [together]},
-            {"name": _NESTED_NAME, "steps": [{"kind": "route", "by": "length", "cases": [short, long]}]},
+            {"name": _NESTED_NAME, "steps": [{"kind": "route", "cases": [short, long]}]},
             {
                 "name": _RANKED_NAME,
                 "steps": [

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.api.endpoints.table import ENDPOINTS
 from benchmarks.harness.http_call import Target
+from benchmarks.service.field_bodies import minimal_bodies
 
 HOST = "127.0.0.1"
 MAX_TEXT = 1_000_000  # characters of one string: many such strings fit into the default limit of a body
@@ -57,7 +59,6 @@ VALID: dict[str, dict[str, Any]] = {
         "max_tokens_per_doc": 5, "truncate_prompt_tokens": -1, "use_activation": False,
     },
     "/v1/score": {"queries": "one", "documents": ["one two", "three"], "truncate_prompt_tokens": 9},
-    "/v1/classify": {"input": ["one", "two three"], "add_special_tokens": True},
     "/v1/decisions": {
         "input": [{"role": "user", "content": "one two"}],
         "questions": [
@@ -70,7 +71,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "one two", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6, 7]},
 }  # fmt: skip
-_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+VALID |= {path: body for path, body in minimal_bodies().items() if path in ENDPOINTS.keys() - VALID}
+_GENERATING = [path for path, endpoint in ENDPOINTS.items() if endpoint.generates]
 _HEADERS = (
     "x-carousel-deadline-s: nan", "x-carousel-deadline-s: -1", "x-carousel-deadline-s: 1e999", "x-strict: true",
     "Authorization: Bearer \x80\xff", "Authorization: ", "x-request-id: " + "r" * 5000, "Content-Encoding: gzip",
@@ -100,10 +102,7 @@ _FUNCTION = {"name": "look", "description": "Looks.", "parameters": _SCHEMA, "st
 _BATCH_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", **_SAID}}
 FILE_ID = "the last file"  # stands for the id of an uploaded file
 _MORE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("/v2/rerank", VALID["/v1/rerank"]),
-    ("/rerank", VALID["/v1/rerank"]),
-    ("/score", VALID["/v1/score"]),
-    ("/classify", VALID["/v1/classify"]),
+    *((alias, VALID[path]) for path, endpoint in ENDPOINTS.items() for alias in endpoint.aliases),
     ("/v1/batch", {"prompts": ["one", "two"], "max_tokens": 2, "stream": False, "seed": 1, "stop": ["x"]}),
     ("/v1/batch", {"prompts": ["one"], "max_tokens": 2, "async": True, "metadata": {"a": "b"}, "user": "u"}),
     ("/v1/batches", {

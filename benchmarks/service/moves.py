@@ -1,8 +1,8 @@
 """Measures streams that move to another replica: `python -m benchmarks.service.moves --model PATH`.
 
 Serves a model from two replicas, alternating between with and without `replicas.fetch_prefixes`, which moves KV memory
-along. The scene `roles` alternates between one prefill and one decode replica, and no `replicas.roles`. Prints one
-line of JSON with the figures of both modes:
+along. The scene `roles` alternates between one prefill and one decode replica, and no `replicas.prefill_replicas`.
+Prints one line of JSON with the figures of both modes:
 
     leave   streams with long prompts lose their replica before they end. Each stream's longest pause after the change
     short   three streams of one session do not fit on the replica of the session while the other replica is idle.
@@ -95,7 +95,7 @@ def _short(model: str, fetches: bool, source: random.Random) -> tuple[list[Answe
 def _roles(model: str, has_roles: bool, source: random.Random, *, prompt_tokens: int) -> tuple[list[Answer], Figures]:
     short = [_body(random_prompt(source, 32), _ROLE_TOKENS) for _ in range(_ROLE_STREAMS)]
     long = [_body(random_prompt(source, prompt_tokens), 8) for _ in range(_ROLE_PROMPTS)]
-    roles = {"roles": {"prefill": 1, "decode": 1}} if has_roles else {}
+    roles: dict[str, Any] = {"prefill_replicas": 1} if has_roles else {}
     with service(_application(model, True, dispatch="least_loaded", **roles)) as running:
         prompts: list[Answer] = []
 

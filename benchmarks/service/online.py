@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.engine.request import Request
+from app.engine.request import FILTERS, Request, SamplingParams
 from benchmarks.harness import machine
 from benchmarks.harness.answer import Answer, ask, streamed
 from benchmarks.harness.command import (
@@ -42,6 +42,7 @@ from deployments.open_files import allow_many_files
 
 _PAUSE_S = 1.0  # between the runs of a sweep
 REFUSED = 429
+_PLAIN = SamplingParams(max_tokens=1)
 LEAD_S = 0.1  # from the start to time zero of the arrivals: the client needs time to create tasks
 
 
@@ -211,9 +212,7 @@ def completion_request(target: Target, model: str, request: Request) -> bytes:
         body["seed"] = sampling.seed
     optional = {
         "ignore_eos": (sampling.ignore_eos, False),
-        "top_k": (sampling.top_k, 0),
-        "top_p": (sampling.top_p, 1.0),
-        "min_p": (sampling.min_p, 0.0),
+        **{name: (getattr(sampling, name), getattr(_PLAIN, name)) for name in FILTERS},
         "user": (request.tenant, ""),
         "priority": (request.priority, 0),
         "deadline_s": (request.deadline_s, None),

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.config import EngineConfig, SchedulerConfig
+from app.config import EngineConfig
 from app.engine.request import Request, SamplingParams
 from benchmarks.harness.command import command_parser, run_command, tell
 from benchmarks.harness.figures import table
@@ -138,12 +138,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _config(replicas: str, strategy: str = "continuous") -> EngineConfig:
-    chosen: dict[str, Any] = {"name": strategy}
-    scheduler = SchedulerConfig.model_validate({"strategy": chosen})
-    if "batch_size" in type(scheduler.strategy).model_fields:
-        chosen["batch_size"] = scheduler.max_running
     model = {"path": _MODEL, "num_threads": 1} | ({"simulated": _COSTS} if replicas == "simulated" else {})
-    return EngineConfig.model_validate({"model": model, "scheduler": {"strategy": chosen}})
+    return EngineConfig.model_validate({"model": model, "scheduler": {"strategy": strategy}})
 
 
 def _measured_replica(given: argparse.Namespace, replicas: str) -> MeasuredReplica:

@@ -188,7 +188,7 @@ def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {"name": "careful", "steps": [{"kind": "cascade", "small": second, "large": first, "min_mean_logprob": -0.01}]},
         {"name": "together", "steps": [{"kind": "ensemble", "models": [first, second]}]},
-        {"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]},
+        {"name": "auto", "steps": [{"kind": "route", "cases": cases}]},
         {"name": DOCUMENTS, "steps": ranking},
     ]
 

@@ -7,16 +7,17 @@ item is handed over when it has ended. The loop is the one of `benchmarks.engine
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
 
 from app.engine.engine import Engine
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, Request, TokenDelta
-from app.errors import EngineStopped, InvalidRequest, described, traceback_of
+from app.errors import EngineStopped, Failure, InvalidRequest, described, traceback_of
 from app.jobs.job import EngineOutput, ItemOutput
 from app.text import GeneratedText, Tokenizer
 
@@ -25,26 +26,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedItem:
-    """An item with its tokenized request, ready for an engine."""
+    """An item with its tokenized requests, ready for an engine. Only an item whose text is generated resumes."""
 
     number: int
     id: str
-    request: Request
+    requests: tuple[Request, ...]  # several only if the text is made of numbers
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop: bool = False
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens in `stop`: token id to text
-    # Makes the item's text from the log-probabilities of named tokens or the scores of labels; None: text is generated.
-    text_of_numbers: Callable[[Sequence[float]], str] | None = None
+    # Makes the item's text from the numbers of each request: a vector, scores of labels, or log-probabilities of named
+    # tokens. Raises Failure for wrong numbers. None: the text is generated.
+    text_of_numbers: Callable[[Sequence[Any]], str] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests)
 
     def continued_after(self, token_ids: tuple[int, ...]) -> PreparedItem:
         """Return a copy of the item that resumes after these output tokens."""
-        return replace(self, request=replace(self.request, generated_token_ids=token_ids)) if token_ids else self
+        if not token_ids:
+            return self
+        [request] = self.requests
+        return replace(self, requests=(replace(request, generated_token_ids=token_ids),))
 
     def failed(self, reason: str) -> ItemOutput:
         """Return the output of this item for an error: it has a reason and no text."""
-        num_prompt = len(self.request.prompt_token_ids)
-        return ItemOutput(number=self.number, id=self.id, prompt_tokens=num_prompt, error=reason)
+        return ItemOutput(number=self.number, id=self.id, prompt_tokens=self.num_prompt_tokens, error=reason)
 
 
 class EngineWorker:
@@ -55,8 +67,9 @@ class EngineWorker:
         self._engine = engine
         self._tokenizer = tokenizer
         self._matchers = matchers
-        self._answers: dict[str, _Answer] = {}  # by request id; `_changed` guards this field and all below
-        self._entering: list[_Entering] = []
+        # The answers by the ids of their requests that have not ended. `_changed` guards this field and all below.
+        self._answers: dict[str, _Answer] = {}
+        self._entering: list[_Answer] = []
         self._ended: list[_Answer] = []
         self._begun: list[int] = []
         self._num_tokens = 0
@@ -70,9 +83,9 @@ class EngineWorker:
 
     def add(self, items: Sequence[PreparedItem]) -> None:
         """Check items, compile their grammars and queue them. `collect` returns each item exactly once."""
-        entering = [self._checked(item) for item in items]  # in the caller's thread, so that steps do not wait
+        answers = [self._checked(item) for item in items]  # in the caller's thread, so that steps do not wait
         with self._changed:
-            self._entering.extend(entering)
+            self._entering.extend(answers)
             self._num_open += len(items)
             self._changed.notify_all()
 
@@ -104,12 +117,15 @@ class EngineWorker:
         self._thread.join()
         self._matchers.close()
 
-    def _checked(self, item: PreparedItem) -> _Entering:
+    def _checked(self, item: PreparedItem) -> _Answer:
+        answer = _Answer(item, self._tokenizer)
         try:
-            self._engine.check(item.request)
-            return _Entering(item, self._matchers.matcher_of(item.request).result())
+            for request in item.requests:
+                self._engine.check(request)
+            answer.matchers = [self._matchers.matcher_of(request).result() for request in item.requests]
         except InvalidRequest as error:
-            return _Entering(item, refusal=error.message)
+            answer.fail(error.message)
+        return answer
 
     def _is_worth_taking(self, at_least: int) -> bool:
         num_ended = len(self._ended)
@@ -120,94 +136,96 @@ class EngineWorker:
     def _run(self) -> None:
         try:
             self._engine.prepare()
-            while (items := self._next_items()) is not None:
-                for item in items:
-                    self._enter(item)
+            while (answers := self._next_answers()) is not None:
+                for answer in answers:
+                    self._enter(answer)
                 deltas = self._engine.step() if self._engine.idle_s == 0.0 else []
                 with self._changed:
                     self._book(deltas)
         except Exception as error:  # the device fails; the pool gives the items to other engines
-            logger.error("the engine failed with %d items: %s", len(self._answers), traceback_of(error))
+            num_items = len(set(self._answers.values()))
+            logger.error("the engine failed with %d items: %s", num_items, traceback_of(error))
             with self._changed:
-                self._failure = f"the engine failed with {len(self._answers):,} items: {described(error)}"
+                self._failure = f"the engine failed with {num_items:,} items: {described(error)}"
                 self._changed.notify_all()
 
-    def _next_items(self) -> list[_Entering] | None:
+    def _next_answers(self) -> list[_Answer] | None:
         """Block while the engine has no work, then return the items that were added. Return None to stop the thread."""
         with self._changed:
             while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
                 self._changed.wait(idle_s)
             if self._is_stopping:
                 return None
-            items, self._entering = self._entering, []
-            return items
+            answers, self._entering = self._entering, []
+            return answers
 
-    def _enter(self, entering: _Entering) -> None:
-        item = entering.item
-        answer = _Answer(item, self._tokenizer)
-        if entering.refusal is not None:
-            answer.fail(entering.refusal)
-        else:
-            try:
-                self._engine.add_checked(item.request, matcher=entering.matcher)
-            except InvalidRequest as error:
-                answer.fail(error.message)
+    def _enter(self, answer: _Answer) -> None:
+        added: list[str] = []
+        try:
+            for request, matcher in zip(answer.item.requests, answer.matchers, strict=False):
+                self._engine.add_checked(request, matcher=matcher)
+                added.append(request.request_id)
+        except InvalidRequest as error:
+            answer.fail(error.message)
         with self._changed:
+            self._answers.update(dict.fromkeys(added, answer))
             if answer.is_ended:
-                self._ended.append(answer)
-            else:
-                self._answers[item.request.request_id] = answer
+                self._end(answer)
 
     def _book(self, deltas: Sequence[TokenDelta]) -> None:
         """Record the deltas of a step. The caller holds `_changed`, so that `collect` sees all deltas or none."""
         for delta in deltas:
-            answer = self._answers[delta.request_id]
+            answer = self._answers.get(delta.request_id)
+            if answer is None:  # another request of the item has failed in this step
+                continue
             self._num_tokens += len(delta.token_ids)
             if not answer.has_begun:
                 self._begun.append(answer.item.number)
             answer.push(delta)
-            if answer.is_ended:
+            if delta.finish_reason is not None:
                 del self._answers[delta.request_id]
-                self._ended.append(answer)
-                if delta.finish_reason is None:  # a stop string ended the item; the engine does not know stop strings
-                    self._engine.abort(delta.request_id)
+            if answer.is_ended:
+                self._end(answer)
         if self._ended and self._is_worth_taking(self._wanted):
             self._changed.notify_all()
 
-
-@dataclass(frozen=True, slots=True)
-class _Entering:
-    """An item that waits to enter the engine, with its matcher or with the reason why the engine refuses it."""
-
-    item: PreparedItem
-    matcher: Matcher | None = None
-    refusal: str | None = None
+    def _end(self, answer: _Answer) -> None:
+        """Hand an answer over, and abort its requests that still run: the engine knows no stop strings and no items."""
+        self._ended.append(answer)
+        for request in answer.item.requests:
+            if self._answers.pop(request.request_id, None) is not None:
+                self._engine.abort(request.request_id)
 
 
 class _Answer:
-    """The output tokens of one item. Tokens are decoded at the end, or on arrival if the item has stop strings."""
+    """The output of one item. Tokens are decoded at the end, or on arrival if the item has stop strings."""
 
     def __init__(self, item: PreparedItem, tokenizer: Tokenizer) -> None:
         self.item = item
+        self.matchers: Sequence[Matcher | None] = ()  # of the requests; empty if the engine refuses the item
         self.has_begun = False
         self.is_ended = False
         self._token_ids: list[int] = []
-        self._num_reported = len(item.request.generated_token_ids)
+        self._num_reported = len(item.requests[0].generated_token_ids)
         self._num_tokens = 0
         self._stopping = _stopping_text(item, tokenizer) if item.stop else None
         self._pieces: list[str] = []
-        self._numbers: tuple[float, ...] = ()  # the numbers from which `text_of_numbers` makes the text
+        self._numbers: dict[str, Any] = {}  # for `text_of_numbers`, by request id
+        self._num_open = len(item.requests)
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
-        if item.request.generated_token_ids:  # generated by an engine that was lost
-            self._take(TokenDelta(item.request.request_id, item.request.generated_token_ids))
+        if item.requests[0].generated_token_ids:  # generated by an engine that was lost
+            self._take(TokenDelta(item.requests[0].request_id, item.requests[0].generated_token_ids))
 
     def push(self, delta: TokenDelta) -> None:
         self.has_begun = True
         if delta.error is not None:
             self.fail(delta.error.message)
             return
-        self._take(delta)
+        if self.item.text_of_numbers is None:
+            self._take(delta)
+        else:
+            self._take_numbers(delta)
         self.is_ended = self._finish_reason is not None
 
     def news(self) -> tuple[int, ...]:
@@ -219,8 +237,6 @@ class _Answer:
     def _take(self, delta: TokenDelta) -> None:
         is_shown = delta.stop_token_id is None or self.item.include_stop
         self._token_ids += delta.token_ids if is_shown else delta.token_ids[:-1]
-        if self.item.text_of_numbers is not None:
-            self._numbers = _numbers_of(delta)
         if self._stopping is None:
             self._num_tokens += len(delta.token_ids)
             self._finish_reason = delta.finish_reason
@@ -230,30 +246,40 @@ class _Answer:
         self._pieces.append(added.text)
         self._finish_reason = added.finish_reason
 
+    def _take_numbers(self, delta: TokenDelta) -> None:
+        self._num_tokens += len(delta.token_ids)
+        if delta.embedding is not None:
+            self._numbers[delta.request_id] = numpy.frombuffer(delta.embedding, numpy.float32)
+        elif delta.logprobs:
+            self._numbers[delta.request_id] = delta.logprobs[0].top_logprobs
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            self._finish_reason = None if self._num_open else FinishReason.STOP
+
     def fail(self, reason: str) -> None:
         self._error = reason
         self.is_ended = True
 
     def output(self, tokenizer: Tokenizer) -> ItemOutput:
-        if self.item.request.pooling is not None and not all(map(math.isfinite, self._numbers)):
-            self.fail(f"the model gave the labels the scores {self._numbers[:10]}")
-        elif self._numbers and not math.isfinite(max(self._numbers)):
-            self.fail(f"the model gave the labels the log-probabilities {self._numbers[:10]}")
         if self._error is not None:
             return self.item.failed(self._error)
         assert self._finish_reason is not None, "an item without an error ends with a reason"
+        try:
+            text = self._text(tokenizer)
+        except Failure as error:  # the model gave wrong numbers
+            return self.item.failed(error.message)
         return ItemOutput(
             number=self.item.number,
             id=self.item.id,
-            text=self._text(tokenizer),
-            finish_reason=(FinishReason.STOP if self._numbers else self._finish_reason).value,
-            prompt_tokens=len(self.item.request.prompt_token_ids),
+            text=text,
+            finish_reason=self._finish_reason.value,
+            prompt_tokens=self.item.num_prompt_tokens,
             completion_tokens=self._num_tokens,
         )
 
     def _text(self, tokenizer: Tokenizer) -> str:
         if self.item.text_of_numbers is not None:
-            return self.item.text_of_numbers(self._numbers)
+            return self.item.text_of_numbers([self._numbers[request.request_id] for request in self.item.requests])
         if self._stopping is not None:
             return "".join(self._pieces)
         hidden = tokenizer.special_token_ids if self.item.skip_special_tokens else frozenset[int]()
@@ -261,16 +287,12 @@ class _Answer:
         return tokenizer.decode(shown, skip_special_tokens=False)
 
 
-def _numbers_of(delta: TokenDelta) -> tuple[float, ...]:
-    return delta.logprobs[0].top_logprobs if delta.embedding is None else tuple(array("f", delta.embedding))
-
-
 def _stopping_text(item: PreparedItem, tokenizer: Tokenizer) -> GeneratedText:
     return GeneratedText(
         tokenizer,
         stop=item.stop,
         stop_tokens=item.stop_tokens,
-        min_tokens=item.request.sampling.min_tokens,
+        min_tokens=item.requests[0].sampling.min_tokens,
         skip_special_tokens=item.skip_special_tokens,
         include_stop=item.include_stop,
     )

@@ -68,6 +68,7 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
     return (
         quantization
         | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
+        | ({} if served.pooling == "auto" else {"pooling": served.pooling})
         | {
             "through": "pool",  # lets runs of earlier versions, which stored this field, be resumed
             "model": model.path,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,29 +15,26 @@ import ray
 from ray.exceptions import RayError
 
 from app.api import RequestHandler, ServedModel
-from app.api.endpoints.classification import class_of
-from app.api.endpoints.decisions import answer_to
-from app.api.schemas.decisions import AnyQuestion, DecisionsRequest
-from app.api.schemas.requests import ChatRequest, ClassifyRequest, CompletionRequest, GenerationRequest, QueuedRequest
+from app.api.endpoints.table import BULK_URLS
+from app.api.output.readouts import ReadoutWriter
 from app.batches import ItemResponse
-from app.config import ApiConfig
-from app.engine.request import Request, TokenDelta
-from app.errors import InvalidRequest
-from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
-from app.jobs.items import ENGINE_URLS, RowSettings, item_of
+from app.config import ApiConfig, ServedModelConfig
+from app.engine.request import ModelInfo, Request, TokenDelta
+from app.jobs.input_files import InputRows, read_piece
+from app.jobs.items import RowSettings, item_of
 from app.jobs.job import InvalidItem, Item
 from app.jobs.results import ItemSet
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import PreparedItem
+from deployments.serve.settings import pooling_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
     """The settings that turn rows into requests, sent to every process that prepares rows."""
 
+    served: ServedModelConfig
     tokenizer_path: str
-    revision: str | None
-    model_name: str
     model_info: Any  # Ray reference to the `ModelInfo` of an engine that may still be loading
     rows: RowSettings
 
@@ -54,7 +50,7 @@ def prepared_items(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    pieces = ray.data.from_items([_columns(piece) for piece in open_pieces], override_num_blocks=len(open_pieces))
+    pieces = ray.data.from_items([{"piece": piece} for piece in open_pieces], override_num_blocks=len(open_pieces))
     prepared = pieces.map_batches(
         ItemPreparer,
         fn_constructor_args=(how, ended.to_bytes()),
@@ -88,9 +84,9 @@ class ItemPreparer:
         except RayError:  # the engine that loads the model info died; the next pass asks another engine
             return
         items_in_a_piece = 128
-        for piece in _pieces(batch):
+        for piece in batch["piece"]:
             rows = (row for row in read_piece(piece) if row.number not in self._ended)
-            while some := [item_of(row, self._how.rows) for row in islice(rows, items_in_a_piece)]:
+            while some := [item_of(row, self._how.rows, BULK_URLS) for row in islice(rows, items_in_a_piece)]:
                 prepared = asyncio.run(_prepared(some, handler))
                 column = numpy.empty(len(prepared), dtype=object)
                 column[:] = prepared
@@ -98,32 +94,23 @@ class ItemPreparer:
 
     def _load(self) -> RequestHandler:
         """Create the handler. Raises RayError if the engine that loads the model info has died."""
-        tokenizer = Tokenizer.load(self._how.tokenizer_path, self._how.revision)  # meanwhile the engine still loads
+        served = self._how.served
+        # The engine still loads while this process loads the tokenizer.
+        tokenizer = Tokenizer.load(self._how.tokenizer_path, served.engine.model.revision)
+        model_info: ModelInfo = ray.get(self._how.model_info)
         model = ServedModel(
-            name=self._how.model_name,
+            name=served.name,
             tokenizer=tokenizer,
-            model_info=ray.get(self._how.model_info),
+            model_info=model_info,
             generate=_elsewhere,
             created=0,
+            pooling=pooling_of(served, model_info),
         )
         return RequestHandler([model], ApiConfig())
 
 
 async def _prepared(items: Iterable[Item | InvalidItem], handler: RequestHandler) -> list[PreparedItem | InvalidItem]:
     return [item if isinstance(item, InvalidItem) else await prepare_row(item, handler) for item in items]
-
-
-def _columns(piece: InputPiece) -> dict[str, Any]:
-    columns = asdict(piece)
-    file: dict[str, Any] = columns.pop("file")
-    return columns | file
-
-
-def _pieces(batch: dict[str, Any]) -> Iterator[InputPiece]:
-    for values in zip(*batch.values(), strict=True):
-        columns: dict[str, Any] = dict(zip(batch, values, strict=True))
-        file = InputFile(**{field.name: str(columns.pop(field.name)) for field in fields(InputFile)})
-        yield InputPiece(file=file, **{name: int(value) for name, value in columns.items()})
 
 
 def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
@@ -135,66 +122,21 @@ def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
 
 async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
     """Check and tokenize an item of a bulk run. The `reason` of an InvalidItem is the API's error message."""
-    prepared = await handler.prepare_bulk_item(item.url, item.body, check_fits_engines)
+    prepared = await handler.prepare_bulk_item(item.url, item.body)
     if isinstance(prepared, ItemResponse):
         return InvalidItem(number=item.number, id=item.id, reason=str(prepared.body["error"]["message"])[:1000])
-    body, call = prepared
-    [request] = call.requests
+    writer, call = prepared
+    requests = [
+        replace(request, request_id=f"item-{item.number}" + (f"-{index}" if index else ""))
+        for index, request in enumerate(call.requests)
+    ]
     return PreparedItem(
         number=item.number,
         id=item.id,
-        request=replace(request, request_id=f"item-{item.number}"),
+        requests=tuple(requests),
         stop=call.stop,
         stop_tokens=call.stop_tokens,
         skip_special_tokens=call.skip_special_tokens,
         include_stop=call.include_stop,
-        text_of_numbers=_text_of_numbers(body, call.model),
+        text_of_numbers=partial(writer.text, call.model.model_info) if isinstance(writer, ReadoutWriter) else None,
     )
-
-
-def _text_of_numbers(body: QueuedRequest, model: ServedModel) -> Callable[[Sequence[float]], str] | None:
-    """Return a picklable function that makes the item's text from numbers, or None if the text is generated."""
-    if isinstance(body, DecisionsRequest):
-        return partial(_decision, body.questions[0])
-    return partial(_class, model.model_info.labels) if isinstance(body, ClassifyRequest) else None
-
-
-def _class(labels: Sequence[str], scores: Sequence[float]) -> str:
-    return json.dumps(class_of(scores, labels), ensure_ascii=False)
-
-
-def _decision(question: AnyQuestion, logprobs: Sequence[float]) -> str:
-    return json.dumps(answer_to(question, logprobs), ensure_ascii=False)
-
-
-def check_fits_engines(body: QueuedRequest) -> None:
-    """Raise InvalidRequest for a request that only the API can answer: an engine produces one text for each item."""
-    if isinstance(body, DecisionsRequest):
-        if len(body.questions) != 1:
-            message = f"questions holds {len(body.questions):,}; an item has one question: write an item for each"
-            raise InvalidRequest(message, param="questions")
-        return
-    if isinstance(body, ClassifyRequest):
-        if len(body.input) != 1:
-            message = f"input holds {len(body.input):,} texts; an item has one text: write an item for each text"
-            raise InvalidRequest(message, param="input")
-        return
-    if not isinstance(body, GenerationRequest):
-        raise InvalidRequest(f"bulk runs answer {', '.join(ENGINE_URLS)} only")
-    if body.n != 1:
-        raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each answer", param="n")
-    if body.num_samples != 1:
-        raise InvalidRequest(f"best_of is {body.best_of}; an item has one answer: leave it out", param="best_of")
-    for name, is_asked in (
-        ("logprobs", body.asked_logprobs[1] is not None),
-        ("prompt_logprobs", body.prompt_logprobs is not None),
-        ("return_token_ids", body.return_token_ids),
-        ("echo", isinstance(body, CompletionRequest) and body.echo),
-    ):
-        if is_asked:
-            raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)
-    if isinstance(body, CompletionRequest) and len(body.prompt) != 1:
-        message = f"prompt holds {len(body.prompt):,} prompts; an item has one prompt: write an item for each prompt"
-        raise InvalidRequest(message, param="prompt")
-    if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
-        raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")

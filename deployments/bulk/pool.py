@@ -120,7 +120,7 @@ class EnginePool(Executor[PreparedItem]):
                 await self._wait_for_items(number)
                 if self._is_over:
                     return
-            room = self._window - len(self._backlog.items_on(number))
+            room = self._window - self._backlog.num_requests_on(number)
             items = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if items:
                 await self.has_changed()  # the backlog has room again, so the reader can continue

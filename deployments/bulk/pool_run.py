@@ -46,14 +46,12 @@ def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, served: 
 async def _run(
     run: JobRun[PreparedItem], found: InputRows, folder: RunFolder, rows: RowSettings, served: ServedModelConfig
 ) -> None:
-    model = served.engine.model
     pool = EnginePool(served, run, folder.results.partial)
 
     async def source() -> AsyncGenerator[list[PreparedItem | InvalidItem], None]:
         how = Preparation(
-            tokenizer_path=resolve_model_path(model.path),
-            revision=model.revision,
-            model_name=served.name,
+            served=served,
+            tokenizer_path=resolve_model_path(served.engine.model.path),
             model_info=await pool.model_info(),
             rows=rows,
         )

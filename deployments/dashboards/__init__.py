@@ -1,4 +1,4 @@
-"""Grafana boards, and recording rules and alerts for Prometheus, made from our metrics. No Ray here.
+"""Generates Grafana boards, and recording rules and alerts for Prometheus. No Ray here.
 
-`python -m deployments.dashboards` writes the files into this folder.
+`python -m deployments.dashboards` writes the files to this folder.
 """

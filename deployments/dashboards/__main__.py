@@ -1,4 +1,4 @@
-"""`python -m deployments.dashboards` writes the boards and the rules into its own folder, or into another folder."""
+"""Write Grafana's boards, and Prometheus' rules and alerts, to the package's folder or another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 
 def files() -> dict[str, str]:
-    """Return the text of each file, by the file's name."""
+    """Return the content of all files by name."""
     boards = {f"{board.name}.json": json.dumps(board.as_json(), indent=1) + "\n" for board in BOARDS}
     return boards | {
         "rules.yaml": "# Written by python -m deployments.dashboards\n"
@@ -25,7 +25,7 @@ def files() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deployments.dashboards", description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the files")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the files (this package's)")
     folder: Path = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files().items():

@@ -1,4 +1,4 @@
-"""Recording rules and alerts for Prometheus. docs/operate/monitoring.md says how to react to each alert."""
+"""Defines recording rules and alerts for Prometheus. docs/operate/monitoring.md explains how to react to an alert."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 from app.json_pieces import Json
 
-# The objectives of the alerts and of the tiles, in seconds and as regular expressions. Both are bounds of histograms.
-# Prometheus 3 writes the bound 1 as 1.0. The dot is in brackets, because `1.0` as an expression would match 120.
+# The objectives of alerts and tiles, in seconds and as regular expressions for `le`. They must be bounds of histograms.
+# Prometheus 3 writes the bound 1 as 1.0. Dots are in brackets, because the expression `1.0` would also match 120.
 TTFT_GOOD_S, TTFT_GOOD_LE = 1.0, "1|1[.]0"
 ITL_GOOD_S, ITL_GOOD_LE = 0.1, "0[.]1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """One alert."""
-
     name: str
     expr: str
     lasts: str = "5m"  # how long the condition must hold before the alert fires
@@ -23,7 +21,7 @@ class Alert:
     summary: str
 
     def as_json(self) -> Json:
-        """Return the alert as Prometheus reads it."""
+        """Return the alert in the format of Prometheus' rule files."""
         runbook = "docs/operate/monitoring.md"
         return {
             "alert": self.name,
@@ -84,7 +82,7 @@ ALERTS = (
     ),
     Alert(
         name="CarouselWantsReplicas",
-        expr=(  # a model without replicas has no series of slots
+        expr=(  # a model without replicas has no `carousel_slots`
             "max by (model_name) (carousel_replicas_wanted)"
             " > (count by (model_name) (carousel_slots) or 0 * max by (model_name) (carousel_replicas_wanted))"
         ),
@@ -110,7 +108,7 @@ ALERTS = (
     ),
     Alert(
         name="CarouselReplicasLost",
-        # The reasons in the expression are no failures: the request left its replica on purpose.
+        # Resumes for these reasons are not failures: the request left its replica on purpose.
         expr='sum by (model_name) (increase(carousel_resumes_total{reason!~"decode|ending|memory"}[15m])) > 0',
         lasts="0m",
         summary="Requests of {{ $labels.model_name }} resumed on another replica, because their replica was lost.",
@@ -179,7 +177,7 @@ ALERTS = (
 
 
 def rules() -> Json:
-    """Return the content of the rules file, for `rule_files` of Prometheus."""
+    """Return the content of the file for Prometheus' `rule_files`."""
     recorded = [{"record": name, "expr": expr} for name, expr in _RECORDED.items()]
     return {
         "groups": [

@@ -1,6 +1,6 @@
-"""Plan the memory of a model, or the settings and replicas for a trace, before a service is started. No Ray here.
+"""Plan a model's memory, or the settings and replicas for a trace, before a service is started. No Ray here.
 
-`memory --model ID --gpu H200` or `--cpu 16GiB` reads only the model's config.json, and no weights.
+`memory --model ID --gpu H200` (or `--cpu 16GiB`) reads only the model's config.json, no weights.
 `trace --trace FILE --slo ttft_p99=1s,itl_p99=100ms` measures steps on this machine, then simulates the trace.
 """
 
@@ -25,7 +25,7 @@ from deployments.threads import share_of_cores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan and return 0. Print the reason and return 1 if the model does not fit or no plan is found."""
+    """Print the plan and return 0, or print the reason and return 1 if the model does not fit or no plan is found."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -49,7 +49,7 @@ def _memory(options: argparse.Namespace) -> None:
     models = [named_model(model) for model in (options.model, options.draft_model) if model is not None]
     for model in models:
         check_can_be_asked(model)
-    # The import of torch takes seconds, so mistakes are reported before it.
+    # Importing torch takes seconds, so mistakes are reported first.
     from app.model.planned_memory import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
 
@@ -121,7 +121,7 @@ def _trace(options: argparse.Namespace) -> None:
 
 
 def _model_of(config: Path, name: str | None) -> ServedModelConfig:
-    """Return the model to plan. Raises InvalidSetup if `name` names no model, or is None and there are several."""
+    """Return the model to plan. Raises InvalidSetup if no model has this name, or if it is None and several exist."""
     models = [model for each in read_serve_file(config).applications.values() for model in each.models]
     found = [model for model in models if name in (None, model.name)]
     if len(found) != 1:
@@ -132,7 +132,7 @@ def _model_of(config: Path, name: str | None) -> ServedModelConfig:
 
 
 def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
-    """Return the engine's settings with the threads of one replica if all configured replicas are on this machine."""
+    """Return the engine's settings, with the threads that each replica has if `max_replicas` share this machine."""
     threads = model.engine.model.num_threads or share_of_cores([None] * model.replicas.max_replicas)
     return model.engine.with_setting("model.num_threads", threads)
 
@@ -155,12 +155,12 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--config", type=Path, default=SERVE_YAML, metavar="FILE", help="default: deployments/serve.yaml"
     )
-    trace.add_argument("--model", metavar="NAME", help="the model to plan, if the config has several")
+    trace.add_argument("--model", metavar="NAME", help="the model to plan, if the config defines several")
     trace.add_argument("--speed", type=above_zero, default=1.0, metavar="F", help="requests arrive F times as fast")
     trace.add_argument(
         "--lengths", type=above_zero, default=1.0, metavar="F", help="prompts and outputs are F times as long"
     )
-    trace.add_argument("--requests", type=positive, metavar="N", help="take N requests: cut or repeat the trace")
+    trace.add_argument("--requests", type=positive, metavar="N", help="cut or repeat the trace to N requests")
     trace.add_argument("--seconds", type=above_zero, default=60.0, metavar="S", help="how long to measure steps (60)")
     trace.add_argument(
         "--costs", type=Path, metavar="FILE", help="step times as JSON: read if the file exists, else written"
@@ -174,15 +174,15 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
 
 def _add_memory(memory: argparse.ArgumentParser) -> None:
     memory.set_defaults(run=_memory)
-    memory.add_argument("--model", required=True, help="a folder with a config.json, a GGUF file, or a hub id")
+    memory.add_argument("--model", required=True, help="a folder with a config.json, a GGUF file or a hub id")
     where = memory.add_mutually_exclusive_group(required=True)
-    where.add_argument("--gpu", help="a card by its name, such as H200, or its memory, such as 80GiB")
+    where.add_argument("--gpu", help="a card's name, such as H200, or its memory, such as 80GiB")
     where.add_argument(
         "--cpu", nargs="?", const="", metavar="MEMORY",
         help="a machine's memory, such as 16GiB; without MEMORY: the memory that is available here now",
     )  # fmt: skip
     memory.add_argument("--replicas", type=positive, default=1, help="number of replicas on a CPU; they share weights")
-    memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's context")
+    memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's limit")
     memory.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU; on a CPU the machine's choice"
     )
@@ -192,7 +192,7 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--cache-dtype", choices=get_args(KvType), default="auto", help="cache.dtype: int8 on a CPU, fp8 on a GPU"
     )
-    memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
+    memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two replicas per card")
     memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: number of cards")
     memory.add_argument("--max-running", type=positive, help="scheduler.max_running (256 on a GPU, 32 on a CPU)")
     memory.add_argument(

@@ -1,7 +1,7 @@
-"""Reads requests from an access log: Carousel's own log lines of finished requests, or JSON with one request a line.
+"""Reads requests from an access log: Carousel's own log of finished requests, or JSON with one request per line.
 
-Our own log has a line for the end of each request, in the order of the ends. A request that took 3 s arrived 3 s
-earlier than its line says.
+Our own log contains a line when a request ends, with its duration. A request that took 3 s arrived 3 s before the time
+of its line, so the lines are not in the order of arrival.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from app.errors import InvalidSetup
 
-# Accepted names of each field. If a line has several of them, the first name in the tuple counts.
+# The names that each field may have. If a line contains several of them, the first in the tuple is used.
 _TIMES = ("timestamp", "time", "ts", "asctime")
 _PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "num_prompt_tokens")
 _OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "num_output_tokens")
 
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-# The line that `ResponseState.log_end` writes; Serve puts its level and the time in front.
+# The line that `ResponseState.log_end` writes, which Serve prefixes with the level and the time.
 _FINISHED = re.compile(
     r"request \S+ finished after (?P<seconds>\d+\.\d+) s: .* (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) completion tokens"
@@ -31,7 +31,7 @@ _AT = re.compile(r"\w+ (?P<at>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]\d+)")
 
 
 class LoggedRequest(NamedTuple):
-    """One request of a log. Times are in seconds since 1970."""
+    """A request in a log. Times are in seconds since 1970."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -39,7 +39,7 @@ class LoggedRequest(NamedTuple):
 
 
 def is_access_log(first_line: str) -> bool:
-    """Return whether `read_access_log` reads a file with this first line."""
+    """Return whether a file that starts with this line can be read by `read_access_log`."""
     if _LEVEL.match(first_line):
         return True
     try:
@@ -50,10 +50,10 @@ def is_access_log(first_line: str) -> bool:
 
 
 def read_access_log(lines: Iterable[str], place: str) -> Iterator[LoggedRequest]:
-    """Return the requests, sorted by arrival. Requests without output tokens and all other lines are left out.
+    """Return the requests, sorted by arrival. Skips lines that are no requests, and requests without output tokens.
 
     Raises:
-        InvalidSetup: a request's line lacks a field, or a field is not a number; the message has the line's number.
+        InvalidSetup: a request's line lacks a field, or a field is not a number. The message includes the line number.
     """
     found = []
     for number, line in enumerate(lines, start=1):
@@ -106,7 +106,7 @@ def _count(given: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def seconds_of(value: object) -> float:
-    """Return seconds since 1970, from a number of seconds or from a date and time (in UTC if without a zone)."""
+    """Return seconds since 1970. value: a number of seconds, or a date and time, in UTC unless it names a zone."""
     with suppress(ValueError):
         if isinstance(value, int | float | str) and not isinstance(value, bool) and isfinite(float(value)):
             return float(value)

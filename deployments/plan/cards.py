@@ -1,4 +1,4 @@
-"""GPUs by name, with their memory and bandwidth. Nothing here has been measured by this project."""
+"""Lists GPUs by name, with their memory and bandwidth. This project has not measured any of these numbers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from app.errors import InvalidSetup
 
 
 class Card(NamedTuple):
-    """One kind of GPU."""
+    """The properties of a kind of GPU."""
 
     name: str
-    memory_gib: float  # the size that CUDA reports, which is less than the size on the label
-    bandwidth_gbs: float | None = None  # GB/s; None: not known
-    capability: tuple[int, int] | None = None  # CUDA compute capability; None: not known
+    memory_gib: float  # as CUDA reports it, which is less than the card's label says
+    bandwidth_gbs: float | None = None  # GB/s, or None if unknown
+    capability: tuple[int, int] | None = None  # CUDA compute capability, or None if unknown
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
 
-# The memory of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 is the "total capacity" in torch's messages
-# in public reports; the memory of the other cards is estimated from the size on the label. Bandwidths are as commonly
-# published, and not checked against the data sheets.
+# The memory of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 is the "total capacity" that torch's messages
+# name in public reports. For other cards, it is estimated from the label. Bandwidths are as commonly published, and
+# have not been checked against data sheets.
 CARDS = (
     Card("T4", 14.5, 320, (7, 5)),
     Card("L4", 22.0, 300, (8, 9)),
@@ -45,7 +45,7 @@ _UNITS = {"gib": 1.0, "gb": 1e9 / GIB, "mib": 1 / 1024}
 
 
 def card_of(text: str) -> Card:
-    """Return the card of a name such as `H200`, or a card of a size such as `80GiB`. Raises InvalidSetup otherwise."""
+    """Return a known card, such as `H200`, or one of a given size, such as `80GiB`. Raises InvalidSetup otherwise."""
     named = {_plain(card.name): card for card in CARDS} | {_plain("A100"): _named("A100-80GB")}
     found = named.get(_plain(text))
     if found is not None:
@@ -55,12 +55,12 @@ def card_of(text: str) -> Card:
 
 
 def bytes_of(text: str, *, option: str) -> int:
-    """Return the bytes of a size such as 16GiB. Raises InvalidSetup, with the option's name, if this is not a size."""
+    """Parse a size such as 16GiB. Raises InvalidSetup, with the option's name, if the text is not a size."""
     return int(_size_gib(text, f"{option}: got {text!r}; this is not a size") * GIB)
 
 
 def _size_gib(text: str, refusal: str) -> float:
-    """Return the GiB of a size. A size without a unit is in GiB."""
+    """Parse a size, in GiB unless it has another unit."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or float(found[1]) == 0:
         raise InvalidSetup(f"{refusal}, such as 80GiB")

@@ -1,4 +1,4 @@
-"""Predicts how one replica of a model divides the memory of a GPU or a CPU when the replica starts."""
+"""Predicts how a replica divides the memory of a GPU or a CPU, and how many tokens of KV memory fit."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from deployments.serve.settings import validated
 
 
 class GpuPlan:
-    """The memory of one replica on a card. Planning takes seconds: the largest step runs on torch's meta device."""
+    """The memory of a replica on a card. Creating a plan takes seconds, as the largest step runs on the meta device."""
 
     def __init__(self, config: EngineConfig, card: Card, *, share: float, num_ranks: int = 1) -> None:
-        """share: the part of the card, as in `replicas.num_gpus`. num_ranks: as in `replicas.tensor_parallel`.
+        """share: the replica's share of the card, as in `replicas.num_gpus`. num_ranks: `replicas.tensor_parallel`.
 
-        Raises InvalidSetup as `planned_memory` does, or if the card lacks a number type that the config needs.
+        Raises InvalidSetup like `planned_memory`, or if the card does not support a number type in the config.
         """
         self._config = config
         self._card = card
         self._share = share
         self._num_ranks = num_ranks
         if config.cache.dtype == "int8":
-            raise InvalidSetup("--cache-dtype int8: only a CPU has it; a GPU has fp8")
+            raise InvalidSetup("--cache-dtype int8: only CPUs support it; GPUs support fp8")
         if not self._computes_on(card):
             needed = ".".join(map(str, LEAST_CAPABILITY))
             raise InvalidSetup(
@@ -37,12 +37,12 @@ class GpuPlan:
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
         if config.model.max_loaded_adapters is not None and not self._planned.needs.adapters:
             raise InvalidSetup(
-                f"--adapters: {config.model.path} on {self._where} takes no adapters: the model has no linear layers "
-                f"with names that end in _proj"
+                f"--adapters: {config.model.path} on {self._where} supports no adapters: the model has no linear "
+                f"layers with names that end in _proj"
             )
 
     def table(self) -> str:
-        """Return a table for a terminal: all parts in GiB, and the tokens and sequences that the KV memory holds."""
+        """Return a table for a terminal: each use of memory in GiB, and the tokens and sequences that fit."""
         needs, gpu = self._planned.needs, self._on(self._card)
         num_slots, left = self._slots_and_kv_on(self._card)
         rows = [
@@ -63,7 +63,7 @@ class GpuPlan:
         return "\n".join([head, *lines, f"  {self._planned.abilities}"])
 
     def check(self) -> None:
-        """Raise InvalidSetup if no sequence of the full context fits; the message has the smallest card that fits."""
+        """Raise InvalidSetup, naming the smallest card that suffices, if not even one sequence of full length fits."""
         needed = self._planned.sequence_bytes
         missing = needed - self._slots_and_kv_on(self._card)[1]
         if missing <= 0:
@@ -98,16 +98,16 @@ class GpuPlan:
 
     @property
     def _in_fp8(self) -> list[str]:
-        """Return the options that ask for FP8."""
+        """The command line options that ask for FP8."""
         asked = {"--quantization": self._config.model.quantization, "--cache-dtype": self._config.cache.dtype}
         return [option for option, kind in asked.items() if kind == "fp8"]
 
     def _computes_on(self, card: Card) -> bool:
-        """Return whether the card has the types that are asked for. A card of unknown capability counts as able."""
+        """Return whether the card supports the types in the config. A card of unknown capability is assumed to."""
         return not self._in_fp8 or (card.capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
 
     def _slots_and_kv_on(self, card: Card) -> tuple[int, int]:
-        """Return the number of state slots, and the bytes left for KV memory, below 0 if the card is too small."""
+        """Return the number of state slots and the bytes left for KV memory, which are negative on too small a card."""
         left = self._on(card).left_for_kv(self._planned.needs)
         num_slots = self._planned.num_slots(self._config, left)
         return num_slots, left - num_slots * self._planned.state_bytes
@@ -117,15 +117,15 @@ class GpuPlan:
 
 
 class CpuPlan:
-    """The memory of each replica on the CPUs of a machine. The replicas share their weights."""
+    """The memory of replicas on the CPUs of one machine, which share their weights."""
 
     def __init__(self, config: EngineConfig, memory: str, adapters: PlannedAdapters, *, num_replicas: int = 1) -> None:
-        """memory: size of the machine's memory, such as 16GiB; empty: the memory that is available here now.
+        """memory: the machine's memory, such as 16GiB, or empty for the memory that is available here now.
 
-        Raises InvalidSetup and UnsupportedModel as `planned_cpu_memory` does.
+        Raises InvalidSetup and UnsupportedModel like `planned_cpu_memory`.
         """
         if config.cache.dtype == "fp8":
-            raise InvalidSetup("--cache-dtype fp8: only a GPU has it; a CPU has int8")
+            raise InvalidSetup("--cache-dtype fp8: only GPUs support it; CPUs support int8")
         num_bytes = bytes_of(memory, option="--cpu") if memory else available_memory()
         if num_bytes is None:
             raise InvalidSetup("--cpu: this system does not report its memory; give the size, such as --cpu 16GiB")
@@ -139,7 +139,7 @@ class CpuPlan:
         self._left = self._given - self._num_slots * self._planned.state_bytes
 
     def table(self) -> str:
-        """Return a table for a terminal: all parts in GiB, and the tokens and sequences that the KV memory holds."""
+        """Return a table for a terminal: each use of memory in GiB, and the tokens and sequences that fit."""
         needs = self._planned.needs
         of_each = "" if self._num_replicas == 1 else f" of each of {self._num_replicas} replicas"
         rows = [
@@ -160,7 +160,7 @@ class CpuPlan:
         )
 
     def check(self) -> None:
-        """Raise InvalidSetup if no sequence of the full context fits."""
+        """Raise InvalidSetup if not even one sequence of full length fits."""
         missing = self._planned.sequence_bytes - self._left
         if missing > 0:
             smaller = "" if self._config.model.quantization == "int4" else "--quantization int8 or int4, or "
@@ -184,7 +184,7 @@ def _does_not_fit(config: EngineConfig, where: str, missing: int, planned: Plann
 
 
 def _num_tokens(planned: PlannedMemory, left: int) -> int:
-    """Return the tokens that `left` bytes of KV memory hold, as sequences of the full context and a part of one."""
+    """Return the tokens that fit into `left` bytes of KV memory, in sequences of full length and a part of one."""
     return max(0, left) * planned.context // planned.sequence_bytes
 
 
@@ -209,7 +209,7 @@ def _room(planned: PlannedMemory, left: int) -> str:
 
 
 def config_of(**branches: dict[str, Any]) -> EngineConfig:
-    """Return the settings of a replica from its branches. None stands for the default. Raises InvalidSetup."""
+    """Return an engine's settings. branches: settings by branch, None for a default. Raises InvalidSetup."""
     given = {
         name: {setting: value for setting, value in branch.items() if value is not None}
         for name, branch in branches.items()

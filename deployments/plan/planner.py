@@ -1,4 +1,4 @@
-"""Finds the settings and the number of replicas that meet an SLO on a trace, by simulating the trace."""
+"""Searches for the settings and the fewest replicas that meet an SLO on a trace, by simulating the trace."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from typing import NamedTuple, get_args
 import numpy as np
 from pydantic import ValidationError
 
-from app.config import CacheConfig, RolesConfig, SchedulerConfig, StrategyConfig, choice_of
+from app.config import CacheConfig, SchedulerConfig, StrategyConfig, choice_of
 from app.errors import InvalidSetup
 from deployments.plan.simulated_run import SimulatedRun
 from deployments.plan.simulation import simulate
 from deployments.plan.step_cost import MeasuredReplica
 from deployments.plan.traces import Trace
 
-# Settings are compared on the first requests of the trace. The number of replicas is found on all requests.
+# Settings are compared on the first requests of the trace. The number of replicas is determined on all of them.
 _NUM_COMPARED = 400
-# The number of replicas that are simulated of a larger fleet, with their share of the requests, chosen at random. In
-# the whole fleet a request has more replicas to choose from, and waits a little less than predicted. Fewer replicas are
-# simulated if their requests would take more than a minute or two.
+# Of a larger fleet, only this many replicas are simulated, with a random share of the requests, so that a run takes
+# at most a minute or two. In the whole fleet, requests can choose among more replicas and wait a little less.
 _MIN_SIMULATED, _MAX_SIMULATED = 8, 32
-_PRECISION = 0.03  # relative precision of the highest rate that meets the SLO
-_FACTORS = (0.25, 0.5, 2, 4)  # the tried values of a limit, as factors of the configured value
-# The policies that the search may choose. A config with another policy keeps it, since it was not chosen for speed.
+_PRECISION = 0.03  # relative precision to which the highest rate within the SLO is searched
+_FACTORS = (0.25, 0.5, 2, 4)  # which multiples of a configured limit are tried
+# The policies that the search may choose. Any other configured policy is kept, because it was not chosen for speed.
 _POLICIES = ("fcfs", "sjf")
 
 
 class Target(NamedTuple):
-    """One target of an SLO: a limit for a percentile of the TTFT, the ITL, or the latency of whole requests."""
+    """A limit for a percentile of the TTFT, the ITL, or the latency of whole requests."""
 
     metric: str  # ttft, itl or latency
     percent: float
@@ -48,13 +47,13 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """A service level objective (SLO): all its targets must be met."""
+    """A service level objective (SLO), which is met if all its targets are."""
 
     targets: tuple[Target, ...]
 
     @classmethod
     def parse(cls, text: str) -> ServiceLevel:
-        """Parse text such as `ttft_p99=1s,itl_p99=100ms`. Raises InvalidSetup with the right form."""
+        """Parse a text such as `ttft_p99=1s,itl_p99=100ms`. Raises InvalidSetup, with the right format."""
         targets = []
         for part in text.split(","):
             found = re.fullmatch(r"\s*(ttft|itl|latency)_p(\d{2,3})\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
@@ -71,20 +70,20 @@ class ServiceLevel:
         return all(run.percentile_s(each.metric, each.percent) <= each.limit_s for each in self.targets)
 
     def reached(self, run: SimulatedRun) -> str:
-        """Return the percentiles of all targets as they are in a run."""
+        """Return the percentiles that a run reaches for all targets, as text."""
         return ", ".join(
             f"{each.name}={in_words(run.percentile_s(each.metric, each.percent))}" for each in self.targets
         )
 
     def num_good(self, run: SimulatedRun) -> int:
-        """Return the number of requests within all limits. An `itl` limit applies to the mean gap of a request."""
+        """Return the number of requests within all limits. For `itl`, the mean gap of a request counts."""
         is_good = np.ones(int(run.is_served.sum()), dtype=bool)
         for target in self.targets:
             is_good &= run.per_request_s(target.metric) <= target.limit_s
         return int(is_good.sum())
 
     def good_per_s(self, run: SimulatedRun) -> float:
-        """Return the goodput of the whole fleet in requests a second."""
+        """Return the whole fleet's goodput in requests a second."""
         return self.num_good(run) / run.seconds / run.share
 
     def __str__(self) -> str:
@@ -92,7 +91,7 @@ class ServiceLevel:
 
 
 def in_words(seconds: float) -> str:
-    """Return a time in seconds or milliseconds, for people."""
+    """Format a duration in seconds or milliseconds."""
     if math.isinf(seconds):
         return "never"
     return f"{seconds:.3g}s" if seconds >= 1 else f"{seconds * 1000:.3g}ms"
@@ -100,43 +99,43 @@ def in_words(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """The planned fleet at one load."""
+    """A simulated run of the planned fleet at a given load."""
 
-    load: float  # fraction of the fleet's capacity
-    rate: float  # arriving requests a second
+    load: float  # as a fraction of the fleet's capacity
+    rate: float  # requests that arrive in a second
     run: SimulatedRun
 
     @property
     def power(self) -> float:
-        """Kleinrock's power: requests a second divided by their mean latency. The knee has the highest power."""
+        """Kleinrock's power: requests a second divided by their mean latency. It is highest at the knee."""
         served = self.run.per_request_s("latency")
         return self.run.requests_per_s / float(served.mean()) if len(served) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The planned replicas with `replicas.roles`, and the simulated run of the trace on them."""
+    """The planned replicas with `replicas.prefill_replicas`, and the simulated run of the trace on them."""
 
-    roles: RolesConfig
+    num_prefill: int
     run: SimulatedRun
 
     def pays(self, level: ServiceLevel, together: SimulatedRun) -> bool:
-        """Return whether the split meets the SLO with at most 90% of the ITL p99 and at least 98% of the requests/s."""
+        """Return whether roles meet the SLO, with at most 90% of `together`'s ITL p99 and at least 98% of its rate."""
         is_shorter = self.run.percentile_s("itl", 99) <= 0.9 * together.percentile_s("itl", 99)
         return level.is_met(self.run) and is_shorter and self.run.requests_per_s >= 0.98 * together.requests_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings and the number of replicas, with their simulated results."""
+    """The best settings and the number of replicas, with the results that the simulation predicts."""
 
     scheduler: SchedulerConfig
     num_replicas: int
-    rate_per_replica: float  # requests a second that one replica serves within the SLO
-    full_rate_per_replica: float  # requests a second of a replica that always has waiting requests
-    run: SimulatedRun  # the run of the trace
+    rate_per_replica: float  # requests a second that a replica serves within the SLO
+    full_rate_per_replica: float  # requests a second of a replica whose queue is never empty
+    run: SimulatedRun  # of the trace
     curve: Sequence[LoadPoint]
-    splits: Sequence[Split] = ()  # the planned replicas, divided into roles
+    splits: Sequence[Split] = ()  # alternatives with the same replicas, some of them for prefill
 
     @cached_property
     def knee(self) -> LoadPoint:
@@ -147,12 +146,12 @@ class Plan:
         return self.run.output_tokens_per_s
 
     def cost_per_million_tokens(self, cost_per_hour: float) -> float:
-        """Return the cost of a million output tokens on this trace. `cost_per_hour` is the price of one replica."""
+        """Return the cost of a million output tokens on this trace. cost_per_hour: the price of one replica."""
         return cost_per_hour * self.num_replicas / 3600 / self.output_tokens_per_s * 1e6
 
 
 class Planner:
-    """Searches the settings of one model's replicas by simulating a trace."""
+    """Searches for the settings and the number of one model's replicas."""
 
     def __init__(
         self, trace: Trace, level: ServiceLevel, measured: MeasuredReplica, scheduler: SchedulerConfig,
@@ -168,15 +167,15 @@ class Planner:
         self._full_rates: dict[str, float] = {}  # by `SchedulerConfig.version`
 
     def plan(self) -> Plan:
-        """Return the best settings found, and the fewest replicas that meet the SLO with these settings.
+        """Return the best settings and the fewest replicas that meet the SLO with them. Takes minutes.
 
         Raises:
-            InvalidSetup: no tried settings meet the SLO; the message has the best result.
+            InvalidSetup: none of the settings tried meets the SLO. The message includes the best result.
         """
         scheduler, rate = self._best_settings()
         num_replicas, run = self._fewest_replicas(scheduler, rate)
         full_rate = self._full_rate(scheduler)
-        loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # in the table of loads, as fractions of the fleet's capacity
+        loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of the table, as fractions of the fleet's capacity
         curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in loads]
         return Plan(
             scheduler=scheduler, num_replicas=num_replicas, rate_per_replica=rate, full_rate_per_replica=full_rate,
@@ -184,20 +183,22 @@ class Planner:
         )  # fmt: skip
 
     def _splits(self, scheduler: SchedulerConfig, num_replicas: int) -> list[Split]:
-        """Simulate a few numbers of prefill replicas. Return none if replicas do not fetch KV memory."""
+        """Simulate the fleet with a few numbers of prefill replicas. Returns nothing if KV memory cannot be fetched."""
         if not self._measured.kv_bytes:
             return []
         numbers = {max(1, num_replicas // 4), num_replicas // 2, num_replicas - max(1, num_replicas // 4)}
-        roles = [RolesConfig(prefill=number, decode=num_replicas - number) for number in sorted(numbers) if
-                 0 < number < num_replicas]  # fmt: skip
-        return [Split(each, self._simulated(self._trace, scheduler, num_replicas, each)) for each in roles]
+        return [
+            Split(number, self._simulated(self._trace, scheduler, num_replicas, number))
+            for number in sorted(numbers)
+            if 0 < number < num_replicas
+        ]
 
     # -- settings
 
     def _best_settings(self) -> tuple[SchedulerConfig, float]:
-        """Change one setting after the other to the value with the highest rate within the SLO."""
+        """Set one setting after another to the value with the highest rate within the SLO. Also returns that rate."""
         best, best_rate = self._configured, self._highest_rate(self._configured, above=0.0)
-        min_gain = 1.02  # a smaller gain is not worth a change
+        min_gain = 1.02  # smaller gains are not worth a change
         for change in (_other_limits, _other_strategies, _other_policies):
             for candidate in change(best):
                 rate = self._highest_rate(candidate, above=best_rate * min_gain)
@@ -208,7 +209,7 @@ class Planner:
         return best, best_rate
 
     def _highest_rate(self, scheduler: SchedulerConfig, *, above: float) -> float:
-        """Return the requests a second that one replica serves within the SLO, or 0 if they are fewer than `above`."""
+        """Return the requests a second that a replica serves within the SLO, or 0 if they are fewer than `above`."""
         full = self._full_rate(scheduler)
         low = above or full * _PRECISION
         if low > full or not self._holds(scheduler, low):
@@ -233,7 +234,7 @@ class Planner:
         run = self._simulated(alone, self._configured)
         return (
             f"no settings meet --slo {self._level}: on a nearly idle replica ({alone.rate:.3g} requests/s) the best is "
-            f"{self._level.reached(run)}. Raise the limits to this or more, or take a faster machine or a smaller model"
+            f"{self._level.reached(run)}. Raise the limits to this or more, or use a faster machine or a smaller model"
         )
 
     # -- replicas
@@ -241,7 +242,7 @@ class Planner:
     def _fewest_replicas(self, scheduler: SchedulerConfig, rate: float) -> tuple[int, SimulatedRun]:
         max_replicas = 1024  # the limit of `replicas.num_replicas`
         guess = min(max_replicas, max(1, math.ceil(self._trace.rate / rate))) if self._trace.seconds else 1
-        low, high = 0, guess  # `low` replicas are known to be too few
+        low, high = 0, guess  # `low` is always too few
         run = self.fleet(scheduler, high)
         while not self._level.is_met(run):
             if high == max_replicas:
@@ -265,31 +266,31 @@ class Planner:
         return self._simulated(self._trace, scheduler, num_replicas)
 
     def _at_load(self, scheduler: SchedulerConfig, num_replicas: int, load: float, full_rate: float) -> LoadPoint:
-        num_in_curve = 1000  # requests for each simulated replica at each load of the table
+        num_in_curve = 1000  # requests per replica, for each load in the table
         trace, rate = self._trace.first(num_in_curve * num_replicas), load * full_rate
         return LoadPoint(load, rate, self._simulated(trace.at_rate(rate), scheduler, num_replicas))
 
     def _simulated(
-        self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1, roles: RolesConfig | None = None
+        self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1, num_prefill: int | None = None
     ) -> SimulatedRun:
         num_simulated_requests = 100_000
         max_replicas = num_simulated_requests * num_replicas // len(trace.requests)
         return simulate(
             trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch,
-            max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED), roles=roles,
+            max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED), num_prefill=num_prefill,
         )  # fmt: skip
 
 
 def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig) -> float:
-    """Return the requests a second of one replica that always has waiting requests."""
-    all_wait = 1_000_000  # a `max_waiting` that refuses no request, so that the replica shows its capacity
+    """Return the requests a second that a replica serves if its queue is never empty."""
+    all_wait = 1_000_000  # a `max_waiting` at which no request is refused
     patient = scheduler.model_copy(update={"max_waiting": all_wait})
     run = simulate(trace.first(_NUM_COMPARED).at_rate(math.inf), measured, patient, cache)
     return run.num_requests / run.seconds
 
 
 def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:
-    """Return settings with small and large steps that cover the steps of all settings that the search tries."""
+    """Return settings whose steps, when measured, cover those of all settings that the search will try."""
     tried = [scheduler, *_other_limits(scheduler)]
     few = [_changed(scheduler, max_running=number) for number in (1, 2, 4) if number < scheduler.max_running // 4]
     return [*tried, *filter(None, few)]
@@ -320,13 +321,8 @@ def _other_policies(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
 
 
 def _changed(scheduler: SchedulerConfig, **changes: object) -> SchedulerConfig | None:
-    """Return changed settings, with `batch_size` at `max_running`; None if the settings contradict each other."""
-    given = scheduler.model_dump() | changes
+    """Return changed settings, or None if they contradict each other."""
     try:
-        changed = SchedulerConfig.model_validate(given)
-        strategy = changed.strategy
-        if "batch_size" in type(strategy).model_fields:
-            strategy = strategy.model_copy(update={"batch_size": changed.max_running})
-        return changed.model_copy(update={"strategy": strategy})
+        return SchedulerConfig.model_validate(scheduler.model_dump() | changes)
     except ValidationError:
         return None

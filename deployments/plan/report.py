@@ -1,4 +1,4 @@
-"""Shows a plan to people, as a table and as a picture, and writes the Serve config file to run."""
+"""Presents a plan as text and as a picture, and writes the Serve config file that runs it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
-# The percentiles of a plan may be wrong by 10% (p50) and 20% (p99), see docs/results/planning.md. A fit with a larger
-# median error than this cannot reach these limits.
+# A plan's percentiles should be wrong by at most 10% (p50) and 20% (p99), see docs/results/planning.md. A fit with a
+# larger median error than this cannot achieve that.
 _MAX_MEDIAN_ERROR = 0.15
 
 
 def cost_in_words(cost: StepCost) -> str:
-    """Return the measured step times, and the errors of their fit, as text."""
+    """Describe the measured step times and the errors of their fit."""
     sizes = [size for size in cost.tokens if size in (1, 8, 32, 128, 512)]
     steps = ", ".join(f"{size:,}: {in_words(_token_s(cost, size))}" for size in sizes)
     return (
@@ -30,7 +30,7 @@ def cost_in_words(cost: StepCost) -> str:
 
 
 def warning_of_fit(cost: StepCost, *, seconds: float, costs: Path | None) -> str | None:
-    """Return a warning that says how to measure the step times again, or None if the fit is good enough.
+    """Return a warning with advice on how to measure again, or None if the step times fit well enough.
 
     seconds, costs: the options of the command.
     """
@@ -50,7 +50,7 @@ def _token_s(cost: StepCost, size: int) -> float:
 
 
 def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hour: float | None) -> str:
-    """Return the settings, their results on the trace, and the results of the fleet at other loads, as text."""
+    """Describe the planned settings, their results on the trace, and the fleet's results at other loads."""
     run, knee = plan.run, plan.knee
     lines = [
         f"trace {trace.name}: {len(trace.requests):,} requests, {trace.rate:.3g} a second, "
@@ -77,8 +77,9 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
         )
     for split in plan.splits:
         ttft, itl = (in_words(split.run.percentile_s(metric, 99)) for metric in _METRICS)
+        roles = f"roles {split.num_prefill} + {plan.num_replicas - split.num_prefill}"
         lines.append(
-            f"{f'roles {split.roles.prefill} + {split.roles.decode}':<21}TTFT p99 {ttft}, ITL p99 {itl}, "
+            f"{roles:<21}TTFT p99 {ttft}, ITL p99 {itl}, "
             f"{split.run.requests_per_s:.3g} requests/s: {'pays' if split.pays(level, run) else 'does not pay'}"
         )
     if cost_per_hour is not None:
@@ -90,7 +91,7 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
 
 
 def settings_of(scheduler: SchedulerConfig) -> dict[str, object]:
-    """Return the settings that were searched, by their names in the config."""
+    """Return the settings that the search may change, by name in the config."""
     names = ("max_running", "max_step_tokens", "prefill_chunk_tokens")
     return {"strategy": scheduler.strategy.name, "policy": scheduler.policy.name} | {
         name: getattr(scheduler, name) for name in names
@@ -125,7 +126,7 @@ def _row(point: LoadPoint, plan: Plan, level: ServiceLevel) -> list[str]:
 
 
 def write_config(source: Path, model_name: str, plan: Plan, path: Path) -> None:
-    """Write the config `source` to `path` with the planned settings of one model. Raises InvalidSetup if that fails."""
+    """Write a copy of the config `source` with a model's planned settings to `path`. Raises InvalidSetup on failure."""
     document = yaml.safe_load(source.expanduser().read_text(encoding="utf-8"))
     for entry in document["applications"]:
         for model in (entry.get("args") or {}).get("models") or []:
@@ -147,8 +148,8 @@ def _set_plan(model: dict[str, Any], plan: Plan) -> None:
 
 
 def draw(path: Path, plan: Plan, trace: Trace, level: ServiceLevel) -> None:
-    """Draw latency and goodput by the rate of arrivals, with the knee. Raises InvalidSetup if the write fails."""
-    from matplotlib.figure import Figure  # imported here, because matplotlib is an optional dependency
+    """Draw latency and goodput over the rate of requests. Raises InvalidSetup if the file cannot be written."""
+    from matplotlib.figure import Figure  # an optional dependency
 
     rates = [point.rate for point in plan.curve]
     figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained")

@@ -1,4 +1,4 @@
-"""A replica in simulated time: the service's own engine and scheduler over a model that only counts."""
+"""A replica in simulated time: the real engine and scheduler, with a model runner that only advances a clock."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from app.fleet.uncomputed_prompts import UncomputedPrompts
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 
 HEARTBEAT_S = FailoverLimits(place_timeout_s=1, silence_s=ReplicasConfig().silence_timeout_s, step_s=1).heartbeat_s
-FETCHED_BYTES_PER_S = 0.7e9  # speed of a fetch from another replica, measured on one machine
-TOKEN_ID = 0  # the token that each step draws for a request that does not end
+FETCHED_BYTES_PER_S = 0.7e9  # the speed of fetches between replicas, measured on one machine
+TOKEN_ID = 0  # the token that is generated for all requests until they end
 
 
 @dataclass(slots=True)
 class SimulatedClock:
-    """A clock in seconds that the model runner of one replica advances."""
+    """A replica's clock in seconds, which its model runner advances."""
 
     now: float = 0.0
 
@@ -44,40 +44,40 @@ class SimulatedClock:
 
 
 class Noise:
-    """Random numbers from 0 to 1. Numbers that were drawn too early can be given back."""
+    """Random numbers from 0 to 1, which can be given back to be drawn again, so that a run is reproducible."""
 
     def __init__(self, seed: str) -> None:
         self._rng = random.Random(seed)
-        self._returned: list[float] = []  # numbers that were given back; the next one is last
+        self._returned: list[float] = []  # numbers that were given back, the next one last
 
     def draw(self) -> float:
         return self._returned.pop() if self._returned else self._rng.random()
 
     def give_back(self, drawn: Sequence[float]) -> None:
-        """Take back the numbers that were drawn last, in the order in which they were drawn."""
+        """Return the numbers that were drawn last, in the order in which they were drawn."""
         self._returned.extend(reversed(drawn))
 
 
 class TimedRunner(ModelRunner):
-    """A model runner that computes nothing. It advances the clock by the time of a step, and draws the end tokens."""
+    """A model runner that computes nothing: it advances the clock by each step's time, and ends requests on time."""
 
     def __init__(self, cost: StepCost, clock: SimulatedClock, *, eos_token_id: int, noise: Noise | None) -> None:
-        """`noise` chooses the measured ratio of a step's time to its mean. None: every step takes its mean time."""
+        """noise: selects each step's deviation from its mean time, from measured ones; None for no deviation."""
         self._cost = cost
         self._clock = clock
         self._eos_token_id = eos_token_id
         self._noise = noise
-        self.end_positions: dict[str, int] = {}  # end token's position, by id of requests that end before their limit
+        self.end_positions: dict[str, int] = {}  # position of the end token, by id, if before the request's limit
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Advance the clock, and return the tokens of the step: `TOKEN_ID`, or the end token of an ending request."""
+        """Advance the clock. Generates `TOKEN_ID`, or the end token at a request's end position."""
         cost, size = self._cost, StepShape.of(batch)
         self._clock.now += cost.seconds(size) if self._noise is None else cost.drawn_seconds(size, self._noise.draw())
         ends, eos = self.end_positions, self._eos_token_id
         return StepResult([eos if item.end == ends.get(item.request_id) else TOKEN_ID for item in batch.sampled])
 
     def decode_steps(self, running: Sequence[EngineSequence], number: int) -> DecodeSteps:
-        """Return up to `number` next steps of these sequences. Stops before a step that draws an end token."""
+        """Return up to `number` of the sequences' next steps, but none that generates an end token."""
         ends = [self.end_positions.get(each.request.request_id) for each in running]
         left = [end - each.num_tokens for end, each in zip(ends, running, strict=True) if end is not None]
         number = min([number, *left])
@@ -94,7 +94,7 @@ class TimedRunner(ModelRunner):
         return DecodeSteps([each.request.request_id for each in running], ends_at, drawn)
 
     def cut(self, steps: DecodeSteps, number: int) -> None:
-        """Keep only the first `number` of steps that are not computed yet."""
+        """Keep only the first `number` of these future steps, and give the noise of the others back."""
         if self._noise is not None:
             self._noise.give_back(steps.drawn[number:])
             del steps.drawn[number:]
@@ -102,14 +102,14 @@ class TimedRunner(ModelRunner):
 
 
 class _PeerStore(BlockStore):
-    """The KV memory of other replicas. A fetch takes the measured time, and finds all of its blocks."""
+    """The KV memory of other replicas. A fetch finds all of its blocks, and takes the time that was measured."""
 
     namespace = b"simulated"
 
     def __init__(self, clock: SimulatedClock, block_s: float) -> None:
         self._clock = clock
         self._block_s = block_s
-        self._under_way: list[tuple[float, Fetch]] = []  # running fetches and their end times, in the order of the ends
+        self._under_way: list[tuple[float, Fetch]] = []  # (end time, fetch), in the order of end times
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         at = request.prefix_at
@@ -123,31 +123,31 @@ class _PeerStore(BlockStore):
         self._under_way.append((begins_at + self._block_s * len(fetch.blocks), fetch))
 
     def advance(self) -> None:
-        """Finish the fetches that are due."""
+        """Finish the fetches whose end time has come."""
         while self._under_way and self._under_way[0][0] <= self._clock.now:
             _, fetch = self._under_way.pop(0)
             fetch.num_filled, fetch.is_done = len(fetch.blocks), True
 
     def offer(self, prefix: Prefix) -> None:
-        """Do nothing, because no blocks are stored."""
+        """Does nothing, because no blocks are stored."""
 
     def stats(self) -> StoreStats:
         return StoreStats()
 
     def settle(self, timeout_s: float) -> None:
-        """Do nothing, because simulated engines do not sleep."""
+        """Does nothing, because simulated engines do not sleep."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler that can compute many steps at once, if each step only adds one token to every running sequence."""
+    """A scheduler that can skip through many steps at once if they only add a token to every running sequence."""
 
     def num_decode_steps(self) -> int:
-        """Return the number of next steps without scheduling decisions, if no drawn token ends a sequence.
+        """Return how many of the next steps need no scheduling decision, unless an end token is generated.
 
-        0: the next step may need a decision, or a sequence reaches its limit in the next step.
+        Returns 0 if the next step may need a decision, or if a sequence reaches its limit in it.
         """
         has_waiting = len(self._waiting) or len(self.fetches)
         is_plain = not (has_waiting or self._ended or self._policy.counts_steps or self.drafter)
@@ -162,13 +162,13 @@ class SimulatedScheduler(Scheduler):
         return max(0, number)
 
     def decode(self, ends_at: Sequence[float]) -> list[float]:
-        """Compute the steps that end at these times, and return the duration of each step.
+        """Run the steps that end at these times. Returns the duration of each.
 
-        Has the same effects as `schedule` and `update` for each step, except for `take_decision`. Blocks are allocated,
-        and cached when they are full, in the order of the steps.
+        Has the effects of calling `schedule` and `update` for each step, but makes no batch. Blocks are allocated, and
+        cached when full, in the order of the steps.
         """
         size, num_steps, running = self.pool.block_size, len(ends_at), self.running
-        changes: list[tuple[int, bool, int]] = []  # step, whether the change is after the step, index of the sequence
+        changes: list[tuple[int, bool, int]] = []  # (step, whether after it, index of the sequence)
         for place, sequence in enumerate(running):
             computed = sequence.num_computed_tokens
             sequence.generated_token_ids.extend([TOKEN_ID] * num_steps)
@@ -185,8 +185,9 @@ class SimulatedScheduler(Scheduler):
         self._totals.generated_tokens += len(running) * num_steps
         took_s = []
         for at in ends_at:
-            self._count_step(at, began_at=self._last_step_at, num_tokens=len(running), num_ended=0)
-            took_s.append(self.last_step_s)
+            self.throughput.note_step(at, began_at=self.throughput.last_step_at, num_tokens=len(running), num_ended=0)
+            took_s.append(self.throughput.last_step_s)
+        self._totals.steps += num_steps
         return took_s
 
 
@@ -200,26 +201,26 @@ def _decodes_plainly(sequence: EngineSequence) -> bool:
 
 
 class SimulatedEngine(Engine):
-    """An engine with a simulated scheduler."""
+    """An engine that can skip through decode steps, see `SimulatedScheduler`."""
 
     def __init__(self, *, scheduler: SimulatedScheduler, **parts: Any) -> None:
         super().__init__(scheduler=scheduler, **parts)
         self._deciding = scheduler
 
     def num_decode_steps(self) -> int:
-        """See `SimulatedScheduler.num_decode_steps`. Returns 0 if each step is recorded or may change the limits."""
+        """Like `SimulatedScheduler.num_decode_steps`, but 0 if a further observer must see each step."""
         is_only_measured = len(self._observers) == 1
         return self._deciding.num_decode_steps() if is_only_measured else 0
 
     def decode(self, ends_at: Sequence[float]) -> None:
-        """See `SimulatedScheduler.decode`. No model runs."""
+        """Run the steps that end at these times, without the model runner. See `SimulatedScheduler.decode`."""
         for seconds in self._deciding.decode(ends_at):
             self._measurements.note_step(seconds, num_tokens=len(self.running), num_sequences=len(self.running))
 
 
 @dataclass(slots=True)
 class DecodeSteps:
-    """Future steps that add one token to each running sequence and need no scheduling decision."""
+    """Future steps that add a token to each running sequence and need no scheduling decision."""
 
     request_ids: Sequence[str]
     ends_at: list[float]
@@ -227,7 +228,7 @@ class DecodeSteps:
 
 
 class SimulatedReplica:
-    """One engine, the requests that have arrived during its current step, and the connections to ingresses."""
+    """An engine, the requests that have arrived during its current step, and its connections to ingresses."""
 
     def __init__(
         self, replica_id: str, scheduler: SchedulerConfig, cache: CacheConfig, measured: MeasuredReplica,
@@ -238,9 +239,9 @@ class SimulatedReplica:
         self.clock = SimulatedClock()
         self.store = _PeerStore(self.clock, measured.kv_bytes / FETCHED_BYTES_PER_S) if group else None
         self.is_computing = False
-        self.awaited = -1  # number of the replica's next event; its events with other numbers are stale
+        self.awaited = -1  # number of its next event; all others are stale
         self.entering: list[tuple[Request, float]] = []
-        self.coming: DecodeSteps | None = None  # the steps that the replica computes now, one after the other
+        self.coming: DecodeSteps | None = None  # the steps that it is running through
         self.runner = TimedRunner(
             measured.cost, self.clock, eos_token_id=(*measured.model_info.eos_token_ids, -1)[0], noise=noise
         )
@@ -249,7 +250,7 @@ class SimulatedReplica:
             clock=self.clock, recorder=recorder, scheduler_class=SimulatedScheduler, engine_class=SimulatedEngine,
             store=self.store,
         )  # fmt: skip
-        assert isinstance(engine, SimulatedEngine), "of that class"
+        assert isinstance(engine, SimulatedEngine), "`assemble` returns an engine of `engine_class`"
         self.engine = engine
         self.prefixes = PrefixFeed()
         if tells_prefixes:
@@ -257,17 +258,17 @@ class SimulatedReplica:
         self.prompts = UncomputedPrompts()
         self._sessions: dict[ReplicaRegistry, _Session] = {}
         self._stats = engine.stats()  # at the end of the last step
-        self._num_new = 0  # requests that have arrived since the last step
+        self._num_new = 0  # requests that have arrived since then
         self._max_requests = scheduler.max_requests
 
     def enter(self) -> None:
-        """Add the requests that have arrived during the step, as the engine's thread does between two steps."""
+        """Pass on the requests that have arrived during the step, as the engine's thread does between steps."""
         for request, arrived_at in self.entering:
             self.engine.add_checked(request, arrived_at=arrived_at)
         self.entering.clear()
 
     def begin_decode_steps(self) -> DecodeSteps | None:
-        """Begin the next steps, if several steps need no scheduling decision. Returns None if they do."""
+        """Begin the next steps if several of them need no scheduling decision. Returns None otherwise."""
         number = self.engine.num_decode_steps()
         if number > 1:
             steps = self.runner.decode_steps(self.engine.running, number)
@@ -276,9 +277,9 @@ class SimulatedReplica:
         return self.coming
 
     def decode_until(self, now: float) -> list[float]:
-        """Compute the steps that have ended by now, and return their end times."""
+        """Run the decode steps that have ended by now. Returns their end times."""
         steps = self.coming
-        assert steps is not None, "the replica has begun decode steps"
+        assert steps is not None, "`begin_decode_steps` must have returned steps"
         number = bisect_right(steps.ends_at, now)
         ended_at = steps.ends_at[:number]
         if number:
@@ -288,16 +289,16 @@ class SimulatedReplica:
         return ended_at
 
     def step(self) -> list[TokenDelta]:
-        """Compute a step, and advance the clock to its end."""
+        """Run a step and advance the clock to its end."""
         began_at = self.clock.now
         deltas = self.engine.step()
-        empty_step_s = 1e-5  # the clock must advance even after a step that computes nothing
+        empty_step_s = 1e-5  # the clock must advance even if a step computes nothing
         if self.clock.now == began_at:
             self.clock.now += empty_step_s
         return deltas
 
     def note_in(self, registries: Sequence[ReplicaRegistry], *, to_all: bool = False) -> None:
-        """Send a step's frames to the ingresses with requests or news (or `to_all`), and heartbeats to the others."""
+        """Report to the ingresses with requests or news (or `to_all`), and to others if a heartbeat is due."""
         self._stats, self._num_new = self.engine.stats(), len(self.entering)
         for registry in registries:
             session = self._session(registry)
@@ -305,14 +306,14 @@ class SimulatedReplica:
                 session.tell()
 
     def begin(self, registry: ReplicaRegistry, request: Request) -> None:
-        """Count a request that an ingress has sent."""
+        """Count a request that an ingress has sent, and its prompt as not yet computed."""
         session = self._session(registry)
         session.num_open += 1
         self._num_new += 1
         session.prompts.add(request.request_id, registry.num_prefill_tokens(request.request_id))
 
     def end(self, registry: ReplicaRegistry, request_id: str) -> None:
-        """Stop counting a request."""
+        """Stop counting a request that has ended or moved."""
         session = self._sessions.get(registry)
         if session is not None:  # the ingress has not restarted
             session.prompts.end(request_id)
@@ -320,20 +321,20 @@ class SimulatedReplica:
             session.has_news = True
 
     def note_token(self, registry: ReplicaRegistry, request_id: str) -> None:
-        """Count the prompt of a request as computed."""
+        """Count a request's prompt as computed."""
         session = self._sessions.get(registry)
         if session is not None:
             session.prompts.end(request_id)
 
     def forget(self, registry: ReplicaRegistry) -> None:
-        """Close the connection to an ingress."""
+        """Close the connection to an ingress. Raises KeyError if there is none."""
         self._sessions.pop(registry).close()
 
     def _session(self, registry: ReplicaRegistry) -> _Session:
         return self._sessions.get(registry) or self._sessions.setdefault(registry, _Session(self, registry))
 
     def report(self, num_prompt_tokens_of_others: int) -> ReplicaReport:
-        """Return the current report. The engine's numbers are from the end of the last step."""
+        """Return a report whose engine statistics are from the end of the last step, as in a real replica."""
         num_requests = self._stats.num_running + self._stats.num_waiting + self._num_new
         return report_of(
             self._stats, num_requests=num_requests, group=self.group, max_requests=self._max_requests, step_age_s=0.0,
@@ -342,24 +343,24 @@ class SimulatedReplica:
 
 
 class _Session:
-    """The connection of one replica to one ingress. See `IngressSession`."""
+    """The connection between a replica and an ingress, see `IngressSession`."""
 
     def __init__(self, replica: SimulatedReplica, registry: ReplicaRegistry) -> None:
         self._replica = replica
         self._registry = registry
         self._prefixes = replica.prefixes.open()
         self.prompts = replica.prompts.open(self.tell)
-        self.num_open = 0  # unfinished requests of the ingress
+        self.num_open = 0  # the ingress's unfinished requests
         self.has_news = True
         self.told_at = 0.0
 
     def tell(self) -> None:
-        """Send a frame without tokens."""
+        """Report the replica's load and new prefixes to the ingress."""
         self.has_news, self.told_at = False, self._replica.clock.now
         report = self._replica.report(self.prompts.take())
         self._registry.note(self._replica.replica_id, report, self._prefixes.take())
 
     def close(self) -> None:
-        """Stop counting the ingress's prompts and prefixes."""
+        """Stop collecting prompts and prefixes for the ingress."""
         self._prefixes.close()
         self.prompts.close()

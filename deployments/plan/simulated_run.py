@@ -1,4 +1,4 @@
-"""The results of a trace in simulated time."""
+"""Collects the results of a trace in simulated time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from numpy.typing import NDArray
 
 
 class SimulatedRun:
-    """The times of every request as its client sees them, in simulated seconds, and the work of the replicas."""
+    """Every request's times as its client would see them, in simulated seconds, and totals of the replicas' work."""
 
     def __init__(self) -> None:
-        # The arrays have one number for each request, in order of arrival. Ten million requests take 0.3 GB.
+        # Arrays with one number per request, in order of arrival. Ten million requests take 0.3 GB.
         self.arrivals_s = array("d")
-        self.first_tokens_s = array("d")  # below 0: the request got no token
+        self.first_tokens_s = array("d")  # negative if the request has received no token
         self.last_tokens_s = array("d")
         self.num_tokens = array("I")
-        self.gaps_s = array("f")  # the gaps between two tokens, of all requests
+        self.gaps_s = array("f")  # the time between two tokens, for all requests
         self.num_refused = 0
-        self.num_failed = 0  # requests that missed their deadline
+        self.num_failed = 0  # requests that have missed their deadline
         self.num_steps = 0
         self.num_preemptions = 0
         self.computing_s = 0.0  # sum over all replicas
         self.seconds = 0.0  # from the first arrival to the last token
-        self.share = 1.0  # simulated part of the fleet and its requests; all counts are of this part
+        self.share = 1.0  # the part of the fleet and the requests that is simulated; counts are of this part
 
     @property
     def num_requests(self) -> int:
@@ -40,7 +40,7 @@ class SimulatedRun:
         self.num_tokens.append(0)
 
     def note(self, number: int, num_tokens: int, *, at_s: float) -> None:
-        """Record `num_tokens` new tokens of a request; 0 if the request ends without a new token."""
+        """Record that a request has received `num_tokens` tokens at once. 0 records nothing."""
         if not num_tokens:
             return
         if self.num_tokens[number]:
@@ -51,7 +51,7 @@ class SimulatedRun:
         self.num_tokens[number] += num_tokens
 
     def note_steps(self, numbers: Sequence[int], ended_at: Sequence[float]) -> None:
-        """Record one more token at each time in `ended_at` for the requests in `numbers`, which already have tokens."""
+        """Record a token for each request at each time in `ended_at`. The requests must already have tokens."""
         later = array("f", [after - before for before, after in pairwise(ended_at)])
         for number in numbers:
             self.gaps_s.append(ended_at[0] - self.last_tokens_s[number])
@@ -65,21 +65,21 @@ class SimulatedRun:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens a second of the whole fleet."""
+        """The whole fleet's output tokens per second."""
         return self.num_output_tokens / self.seconds / self.share
 
     @property
     def requests_per_s(self) -> float:
-        """Served requests a second of the whole fleet."""
+        """The whole fleet's served requests per second."""
         return int(self.is_served.sum()) / self.seconds / self.share
 
     @property
     def is_served(self) -> NDArray[np.bool_]:
-        """Whether each request got any token: [num_requests]."""
+        """Whether each request has received any token, [num_requests]."""
         return _numbers(self.num_tokens) > 0
 
     def per_request_s(self, metric: str) -> NDArray[np.float64]:
-        """Return `ttft`, `latency`, or the mean `itl`, of each request that was served."""
+        """Return each served request's `ttft`, `latency` or mean `itl`."""
         served = self.is_served
         first, last, arrivals = (
             np.array(each, dtype=np.float64)[served]
@@ -92,9 +92,10 @@ class SimulatedRun:
         return spent
 
     def percentile_s(self, metric: str, percent: float) -> float:
-        """Return a percentile of all gaps between tokens (`itl`), of `ttft` or of `latency`.
+        """Return a percentile of `ttft`, of `latency`, or of all gaps between tokens (`itl`).
 
-        `ttft` and `latency` are infinite if no request was served, or if more than 100 - `percent` percent were lost.
+        Lost requests count as infinitely slow: `ttft` and `latency` are infinite if more than 100 - `percent` percent
+        were lost, or if no request was served.
         """
         if metric == "itl":
             return float(np.percentile(np.asarray(self.gaps_s), percent)) if self.gaps_s else 0.0

@@ -1,7 +1,7 @@
 """Runs a trace through a fleet in simulated time, with the real engine, scheduler and dispatch.
 
-Only the clock and the model runner are simulated. The contents of a step and the replica of a request are decided by
-the real code.
+Only the clock and the model runner are simulated. The real code decides which requests share a step, and which replica
+a request is sent to.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from app.config import CacheConfig, RolesConfig, SchedulerConfig
+from app.config import CacheConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.observer import StepObserver
 from app.engine.request import ALL_BLOCKS, Address, PrefixSource, Request, TokenDelta
 from app.errors import Overloaded
-from app.fleet.dispatch import PREFILL, GroupChooser, group_of_rank, groups_of_roles, make_policy
+from app.fleet.dispatch import PREFILL, Group, GroupChooser, group_of_rank, groups_of_roles, make_policy
 from app.fleet.replica_registry import ReplicaRegistry
 from deployments.plan.simulated_replica import (
     TOKEN_ID,
@@ -32,14 +32,14 @@ from deployments.plan.traces import Trace, TracedRequest
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Changes the number of replicas while a trace runs. `look` is called with the time, every `every_s` seconds."""
+    """Changes the number of replicas while a trace runs. `look` is called every `every_s` seconds, with the time."""
 
     look: Callable[[float], None]
     every_s: float
 
 
 class FleetSimulation:
-    """Replicas behind ingresses, for one run. A request takes a random ingress; replicas report to all ingresses."""
+    """Replicas behind ingresses. Requests arrive at random ingresses. An object can run only one trace."""
 
     def __init__(
         self,
@@ -49,33 +49,32 @@ class FleetSimulation:
         *,
         dispatch: str = "least_loaded",
         num_ingresses: int = 1,
-        roles: RolesConfig | None = None,
+        roles: Sequence[Group] = (),
         seed: int | None = 1,
         recorders: Mapping[int, StepObserver] | None = None,
     ) -> None:
-        """`seed`: for dispatch and the noise of step times; None: no noise. `recorders`: by the number of a replica."""
+        """seed: for dispatch and the noise of step times; None for no noise. recorders: by replica number."""
         self._now = 0.0
         self._registries = [
             ReplicaRegistry(
                 make_policy(dispatch, random.Random((seed or 0) + number)), GroupChooser(()),
-                block_size=cache.block_size, clock=lambda: self._now, has_roles=roles is not None,
+                block_size=cache.block_size, clock=lambda: self._now, has_roles=bool(roles),
             )
             for number in range(num_ingresses)
         ]  # fmt: skip
         self._is_round_robin = dispatch == "round_robin"
         self._compares_loads = len(replicas) > 1 and not self._is_round_robin
         self._rng = random.Random(seed or 0)
-        self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
-        self._max_tokens: list[int] = []  # by the number of the request
-        groups = [] if roles is None else groups_of_roles(prefill=roles.prefill, decode=roles.decode)
-        self._split: dict[str, Request] = {}  # requests that move to a decode replica after their prefill
+        self._registry_of: list[ReplicaRegistry] = []  # by request number
+        self._max_tokens: list[int] = []  # by request number
+        self._split: dict[str, Request] = {}  # requests that will move to a decode replica
 
         def new(number: int) -> SimulatedReplica:
             return SimulatedReplica(
                 f"replica-{number:04d}", scheduler, cache, replicas[number % len(replicas)],
                 noise=None if seed is None else Noise(f"{seed} {number}"),
                 recorder=(recorders or {}).get(number), tells_prefixes=self._compares_loads,
-                group=group_of_rank(number, groups),
+                group=group_of_rank(number, roles),
             )  # fmt: skip
 
         self._new = new
@@ -85,23 +84,23 @@ class FleetSimulation:
             registry.set_replicas(list(self._replicas))
         for replica in self._replicas.values():
             replica.note_in(self._registries)
-        # Heap of the trace's next request, and of later turns whose previous turns have ended.
+        # A heap with the trace's next request, and the turns whose previous turns have ended.
         self._arrivals: list[tuple[float, int, TracedRequest, bool]] = []
-        self._following: dict[int, TracedRequest] = {}  # the next turn, by the number of the request that it follows
-        self._numbers = count()  # orders simultaneous events by their creation
+        self._following: dict[int, TracedRequest] = {}  # next turn, by the request number of the turn before
+        self._numbers = count()  # orders simultaneous events by creation
         self._events: list[
             tuple[float, int, SimulatedReplica | None, list[TokenDelta] | None]
-        ] = []  # no replica: `_control`
+        ] = []  # no replica for `_control`
         self._control: Control | None = None
         self._run = SimulatedRun()
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of all replicas, for reading."""
+        """The engines of all replicas. Callers must not change them."""
         return [each.engine for each in self._replicas.values()]
 
     def start_replica(self) -> str:
-        """Add a replica that takes requests from now on. It has the measurements of the first replicas in turn."""
+        """Add a replica that accepts requests from now on, and return its id. Reuses the measurements in turn."""
         self._compares_loads = not self._is_round_robin
         replica = self._new(next(self._new_numbers))
         self._replicas[replica.replica_id] = replica
@@ -111,7 +110,7 @@ class FleetSimulation:
         return replica.replica_id
 
     def stop_replica(self, replica_id: str) -> None:
-        """Stop sending requests to a replica. The replica finishes its requests."""
+        """Stop sending requests to a replica, which finishes those that it has."""
         for registry in self._registries:
             registry.set_replicas([each for each in registry.replica_ids if each != replica_id])
 
@@ -120,11 +119,11 @@ class FleetSimulation:
         self._count(self._replicas.pop(replica_id).engine)
 
     def engine(self, replica_id: str) -> Engine:
-        """Return the engine of one replica, for reading."""
+        """Return a replica's engine. Callers must not change it."""
         return self._replicas[replica_id].engine
 
     def run(self, trace: Trace, control: Control | None = None) -> SimulatedRun:
-        """Run all requests of a trace, and the turns that follow them, to their end."""
+        """Run all requests of a trace, and their following turns, to the end."""
         run, events, arrivals = self._run, self._events, self._arrivals
         if control is not None:
             self._control = control
@@ -189,7 +188,6 @@ class FleetSimulation:
         self._begin(replica, request, registry)
 
     def _begin(self, replica: SimulatedReplica, request: Request, registry: ReplicaRegistry) -> None:
-        """Send a request from an ingress to a replica."""
         self._enter(replica, request)
         replica.begin(registry, request)
 
@@ -203,13 +201,13 @@ class FleetSimulation:
     def _handle(
         self, at_s: float, number: int, replica: SimulatedReplica | None, deltas: list[TokenDelta] | None
     ) -> None:
-        """Handle an event: the end of a step (with deltas), of decode steps or of a timer; or an event of a control."""
+        """Handle the end of a step (with deltas), of decode steps or of a timer, or call the control."""
         if replica is None:
             assert self._control is not None, "only a control has events without a replica"
             self._look(at_s, self._control)
             return
         if replica.awaited != number:
-            return  # stale: a new request has replaced this event by an earlier one
+            return  # stale, because a new request has replaced the event by an earlier one
         self._now = at_s
         if replica.coming is not None:
             self._catch_up(replica, at_s)
@@ -222,7 +220,7 @@ class FleetSimulation:
         self._go_on(replica)
 
     def _catch_up(self, replica: SimulatedReplica, now: float) -> None:
-        """Deliver the tokens of the decode steps that have ended by now, and report the end of the last of them."""
+        """Deliver the tokens of all decode steps that have ended by now. Reports to ingresses only the last step."""
         steps, began_at = replica.coming, replica.clock.now
         ended_at = replica.decode_until(now)
         if steps is None or not ended_at:
@@ -236,9 +234,9 @@ class FleetSimulation:
         replica.note_in(self._registries)
 
     def _stop_after_this_step(self, replica: SimulatedReplica) -> None:
-        """End the decode steps after the current step, so that the scheduler can decide about a new request."""
+        """Drop all decode steps after the current one, so that the scheduler can decide about a new request."""
         steps = replica.coming
-        assert steps is not None, "the replica computes decode steps"
+        assert steps is not None, "only called while the replica runs decode steps"
         replica.runner.cut(steps, bisect_right(steps.ends_at, self._now) + 1)
         self._await(replica, steps.ends_at[-1], None)
 
@@ -265,7 +263,7 @@ class FleetSimulation:
                 self._expect(following, is_first=False, after_s=self._now)
 
     def _hand_over(self, before: SimulatedReplica, request: Request, registry: ReplicaRegistry) -> None:
-        """Move a request to a decode replica, which fetches its KV memory, as `Fleet` does."""
+        """Move a request to a decode replica, which fetches its KV memory. Mirrors `Fleet`."""
         before.engine.abort(request.request_id)
         before.end(registry, request.request_id)
         at = PrefixSource(Address("", 0, ""), ALL_BLOCKS)
@@ -273,14 +271,14 @@ class FleetSimulation:
         try:
             replica = self._replicas[registry.place(request, registry.replica_ids).replica_id]
         except Overloaded:
-            replica = before  # the simulated request waits on its replica; a real one waits for room on any replica
+            replica = before  # simplified: a real request would wait for a slot on any replica
         end = before.runner.end_positions.pop(request.request_id, None)
         if end is not None:
             replica.runner.end_positions[request.request_id] = end
         self._begin(replica, request, registry)
 
     def _go_on(self, replica: SimulatedReplica) -> None:
-        """Begin the next step, or wait for the strategy's timer or a request."""
+        """Begin the replica's next step, or wait for the strategy's timer or a new request."""
         replica.clock.now = self._now
         if replica.store is not None:
             replica.store.advance()
@@ -301,7 +299,7 @@ class FleetSimulation:
         self._await(replica, replica.clock.now, deltas)
 
     def _await(self, replica: SimulatedReplica, at_s: float, deltas: list[TokenDelta] | None) -> None:
-        """Set the replica's next event, which replaces the event that was awaited before."""
+        """Schedule the replica's next event in place of the one that it awaited before."""
         replica.awaited = next(self._numbers)
         heapq.heappush(self._events, (at_s, replica.awaited, replica, deltas))
 
@@ -309,11 +307,12 @@ class FleetSimulation:
 def simulate(
     trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig,
     *, num_replicas: int = 1, dispatch: str = "least_loaded", seed: int | None = 1,
-    max_replicas: int | None = None, roles: RolesConfig | None = None,
+    max_replicas: int | None = None, num_prefill: int | None = None,
 ) -> SimulatedRun:  # fmt: skip
-    """Run a trace through a new fleet. At most `max_replicas` are simulated, with their share of the requests."""
+    """Run a trace through a new fleet. Simulates at most `max_replicas`, with their share of the requests."""
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
+    roles = groups_of_roles(prefill=num_prefill, decode=num_replicas - num_prefill) if num_prefill else ()
     fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed, roles=roles)
     run = fleet.run(trace if share == 1.0 else trace.thinned(share))
     run.share = share

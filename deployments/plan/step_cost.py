@@ -1,7 +1,7 @@
-"""Measures the times of steps on this machine with the real model, fits a function to them, and stores it as JSON.
+"""Measures the times of steps of the real model on this machine, and fits a function to them.
 
-The time is a function of the step's tokens (linear between measured sizes), its sequences, and the tokens that the step
-attends to. The ratios of measured to fitted time are stored as well: a simulation draws its noise from them.
+The time depends on a step's tokens (linearly between measured sizes), on its sequences, and on the tokens that it
+attends to. The ratios of measured to fitted times are stored as well, so that simulations can draw noise from them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from deployments.plan.traces import Trace
 from deployments.threads import keep_waits_for_the_interpreter_short
 
 _FORMAT = 3
-_MIN_STEPS = 100  # the fit has some ten numbers
-NOISE_CLASSES = (4, 32, 128)  # bounds in tokens; disturbances are a larger part of the time of a small step
-# Each setting is measured in this many slices, so that a disturbance does not hit one setting alone. If steps are so
-# slow that there are too few of them, up to `_MAX_ROUNDS` slices are measured.
+_MIN_STEPS = 100  # the fit has about ten parameters
+NOISE_CLASSES = (4, 32, 128)  # bounds in tokens; noise depends on size, as disturbances matter more in small steps
+# The settings are measured in turn in this many slices, so that a disturbance does not affect a single setting. If
+# steps are so slow that there are too few, up to `_MAX_ROUNDS` slices are measured.
 _ROUNDS, _MAX_ROUNDS = 4, 40
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step that determine its time."""
+    """The sizes that determine a step's time."""
 
     num_tokens: int
     num_sequences: int
     num_decode_context: int  # tokens that the decoding sequences attend to
-    num_prefill_pairs: int  # pairs of a token in a prefill chunk and a token that it attends to
+    num_prefill_pairs: int  # pairs of a prefill token and a token that it attends to
 
     @classmethod
     def of(cls, batch: StepBatch) -> StepShape:
@@ -64,23 +64,23 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """The fitted time of a step, in seconds."""
+    """The fitted time of a step, which is a sum of parts in seconds."""
 
-    tokens: Sequence[int]  # sizes of steps, ascending
-    token_s: Sequence[float]  # seconds for a step of each size in `tokens`, without the parts below
-    sequence_s: float  # seconds for each sequence
-    decode_context_s: float  # seconds for each token that decoding sequences attend to
+    tokens: Sequence[int]  # step sizes at which a time is known, ascending
+    token_s: Sequence[float]  # for each of these sizes, without the parts below
+    sequence_s: float  # per sequence
+    decode_context_s: float  # per token that decoding sequences attend to
     prefill_pair_s: float
-    # Ascending quantiles of measured / fitted time: a list for steps up to each size in NOISE_CLASSES, one for larger.
+    # Ascending quantiles of measured / fitted time, for each class of sizes in NOISE_CLASSES and for larger steps.
     ratios: Sequence[Sequence[float]]
-    median_error: float  # relative error of a step's time, on steps that were not used for the fit
+    median_error: float  # relative error of a step's time, on steps that were held out of the fit
     p90_error: float
-    total_error: float  # relative error of the sum of those steps' times; below 0: the fit is too fast
+    total_error: float  # relative error of the sum of these times; negative if the fit is too fast
     num_steps: int
 
     @classmethod
     def linear(cls, step_s: float, token_s: float, *, largest: int = 1000) -> StepCost:
-        """Return an invented cost without noise: `step_s` for each step, and `token_s` for each of its tokens."""
+        """Return an invented cost without noise: `step_s` per step plus `token_s` per token."""
         return cls(
             tokens=(1, largest), token_s=(step_s + token_s, step_s + largest * token_s), sequence_s=0.0,
             decode_context_s=0.0, prefill_pair_s=0.0, ratios=((1.0,),) * (len(NOISE_CLASSES) + 1), median_error=0.0,
@@ -88,16 +88,16 @@ class StepCost:
         )  # fmt: skip
 
     def drawn_seconds(self, size: StepShape, drawn: float) -> float:
-        """Return the time of a step of this size with the measured noise. `drawn` is a random number in [0, 1)."""
+        """Return the time of a step with measured noise. drawn: a random number in [0, 1), which selects the noise."""
         ratios = self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)]
         return self.seconds(size) * ratios[int(drawn * len(ratios))]
 
     def seconds(self, size: StepShape) -> float:
-        """Return the mean time of a step of this size."""
+        """Return the mean time of a step."""
         tokens, token_s = self.tokens, self.token_s
         index = min(max(bisect_right(tokens, size.num_tokens), 1), len(tokens) - 1)
         low, high = tokens[index - 1], tokens[index]
-        share = (size.num_tokens - low) / (high - low)  # above 1 beyond the largest size: extrapolates
+        share = (size.num_tokens - low) / (high - low)  # above 1 to extrapolate beyond the largest size
         return (
             token_s[index - 1] + share * (token_s[index] - token_s[index - 1])
             + self.sequence_s * size.num_sequences
@@ -107,12 +107,12 @@ class StepCost:
 
     @classmethod
     def fit(cls, steps: Sequence[MeasuredStep]) -> StepCost:
-        """Fit by least squares of the relative errors, with no number below 0.
+        """Fit non-negative parameters by least squares of the relative errors.
 
-        Every fifth step is held out of the fit, to measure the errors.
+        Every fifth step is held out, to measure the errors of the fit.
 
         Raises:
-            InvalidSetup: there are too few steps.
+            InvalidSetup: too few steps have been measured.
         """
         if len(steps) < _MIN_STEPS:
             raise InvalidSetup(
@@ -133,7 +133,7 @@ class StepCost:
     def _with_errors(self, kept: Sequence[MeasuredStep], held: Sequence[MeasuredStep]) -> StepCost:
         fitted = np.array([self.seconds(step.size) for step in kept])
         ratios = np.array([step.seconds for step in kept]) / fitted
-        # Weighted by time, because a plan depends on the sum of the times of all steps.
+        # Weighted by time, because a plan depends on the total time of all steps.
         mean = float((ratios * fitted).sum() / fitted.sum())
         classes = np.searchsorted(NOISE_CLASSES, [step.size.num_tokens for step in kept])
         measured = np.array([step.seconds for step in held])
@@ -154,8 +154,8 @@ class StepCost:
 
 
 def _quantiles(ratios: NDArray[np.float64], fitted: NDArray[np.float64], chosen: NDArray[np.bool_]) -> list[float]:
-    """Return quantiles of the chosen ratios (of all if too few are chosen), scaled to their time-weighted mean."""
-    num_ratios = 200  # number of stored quantiles
+    """Return quantiles of the chosen ratios, or of all if too few are chosen, scaled to their time-weighted mean."""
+    num_ratios = 200  # the number of quantiles to store
     if chosen.sum() < num_ratios:
         chosen = np.ones(len(ratios), dtype=bool)
     quantiles = np.quantile(ratios[chosen], (np.arange(num_ratios) + 0.5) / num_ratios)
@@ -164,28 +164,28 @@ def _quantiles(ratios: NDArray[np.float64], fitted: NDArray[np.float64], chosen:
 
 
 def _knots(num_tokens: Sequence[int]) -> list[int]:
-    """Return 1, 2, 4, … up to the largest step, without sizes that have hardly any steps near them."""
+    """Return the sizes 1, 2, 4, … up to the largest step, omitting sizes near which few steps were measured."""
     largest = max(max(num_tokens), 2)
     knots = [1]
     while knots[-1] < largest:
         knots.append(min(2 * knots[-1], largest))
     counts = np.histogram(num_tokens, bins=[*knots, largest + 1])[0]
-    min_near = 10  # steps on each side of a size, up to its neighbours, that are needed to fit a time for the size
+    min_near = 10  # steps needed on each side of a size, up to the next size, to fit a time for it
     inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= min_near]
     return [1, *inner, largest]
 
 
 def _features(steps: Sequence[MeasuredStep], knots: Sequence[int]) -> NDArray[np.float64]:
-    """Return [num_steps, num_knots + 3]: the interpolation weight of each knot, then the other sizes of the step."""
+    """Return [num_steps, num_knots + 3]: each knot's interpolation weight, then the other sizes of the step."""
     sizes = np.array([step.size for step in steps], dtype=np.float64)
     hats = np.stack([np.interp(sizes[:, 0], knots, row) for row in np.eye(len(knots))], axis=1)
     return np.concatenate([hats, sizes[:, 1:]], axis=1)
 
 
 def _non_negative_fit(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the least squares fit of relative errors. Numbers below 0 are set to 0, the lowest first.
+    """Fit by least squares of relative errors. While a parameter is negative, the lowest is set to 0.
 
-    A second fit leaves out steps that the system held up, which took more than three times their fitted time.
+    A second fit excludes steps that took more than three times their fitted time, because the system delayed them.
     """
     found = np.zeros(features.shape[1])
     rows = np.ones(len(seconds), dtype=bool)
@@ -208,7 +208,7 @@ def _non_negative_fit(features: NDArray[np.float64], seconds: NDArray[np.float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredReplica:
-    """The measurements of one replica's engine on this machine that a simulation needs. They can be stored as JSON."""
+    """The measurements of a replica on this machine that a simulation needs. Can be stored as JSON."""
 
     model: str
     num_threads: int | None
@@ -216,10 +216,10 @@ class MeasuredReplica:
     block_size: int
     model_info: ModelInfo
     cost: StepCost
-    kv_bytes: int = 0  # bytes of one KV block; 0: replicas do not fetch KV memory from one another
+    kv_bytes: int = 0  # bytes of a KV block; 0 if replicas cannot fetch KV memory from one another
 
     def write(self, path: Path) -> None:
-        """Write the JSON file. Raises InvalidSetup if the file cannot be written."""
+        """Write a JSON file. Raises InvalidSetup if that fails."""
         try:
             path.write_text(json.dumps({"step_cost": _FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -227,7 +227,7 @@ class MeasuredReplica:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredReplica:
-        """Read the JSON file. Raises InvalidSetup if the file cannot be read or has another content."""
+        """Read a JSON file. Raises InvalidSetup if the file cannot be read or contains something else."""
         try:
             found = json.loads(path.expanduser().read_text(encoding="utf-8"))
             if found.pop("step_cost") != _FORMAT:
@@ -244,16 +244,16 @@ class MeasuredReplica:
 def measure(
     config: EngineConfig, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
 ) -> MeasuredReplica:
-    """Load the model, serve requests of the trace for `seconds` under the settings in turn, and fit the step times.
+    """Load the model, serve the trace's requests for `seconds`, alternating between settings, and fit the step times.
 
-    Requests enter the engine's own thread, as in a replica. Half of the time the number of running requests is at the
-    setting's limit; half of the time clients pause between two requests, so that the engine is sometimes idle.
+    The engine runs in its own thread, as in a replica. Half of the time, as many requests run as a setting allows; in
+    the other half, clients pause between requests, so that the engine is sometimes idle.
 
     Raises:
         InvalidSetup: the model cannot be loaded as configured, a request of the trace is too long, or steps are so
-            slow that too few were measured.
+            slow that too few could be measured.
     """
-    keep_waits_for_the_interpreter_short()  # as a replica does
+    keep_waits_for_the_interpreter_short()  # as replicas do
     largest = config.scheduler.model_copy(
         update={name: max(getattr(each, name) for each in settings) for name in ("max_running", "max_step_tokens")}
     )
@@ -292,7 +292,7 @@ async def _serve_all(
     engine: AsyncEngine, times: _MeasuredSteps, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
 ) -> None:
     load = _ClosedLoop(engine, trace)
-    await load.run(settings[0], seconds=seconds / 20, pauses=False)  # warm-up, for allocations and compilers
+    await load.run(settings[0], seconds=seconds / 20, pauses=False)  # a warm-up for allocators and compilers
     times.steps.clear()
     for number in range(_MAX_ROUNDS):
         if number >= _ROUNDS and len(times.steps) >= _MIN_STEPS:
@@ -302,7 +302,7 @@ async def _serve_all(
 
 
 class _MeasuredSteps(StepObserver):
-    """Records the shapes and the times of an engine's steps."""
+    """Records the shapes and times of an engine's steps."""
 
     def __init__(self) -> None:
         self.steps: list[MeasuredStep] = []
@@ -313,7 +313,7 @@ class _MeasuredSteps(StepObserver):
 
 
 class _ClosedLoop:
-    """Keeps an engine full: when a request ends, the next request is sent. The prompts share no prefix."""
+    """Sends a new request whenever one ends. Prompts share no prefix, so that nothing is cached."""
 
     def __init__(self, engine: AsyncEngine, trace: Trace) -> None:
         self._engine = engine
@@ -321,7 +321,7 @@ class _ClosedLoop:
         self._rng = random.Random(1)
         longest = max(each.num_prompt_tokens for each in trace.requests)
         self._tokens = tuple(self._rng.choices(range(engine.model_info.vocab_size), k=100_000 + longest))
-        self._sent_at: dict[str, float] = {}  # the time of sending of each request that has not ended, by id
+        self._sent_at: dict[str, float] = {}  # the unfinished requests' sending times, by id
         self._pauses = False
         self._pausing: list[asyncio.TimerHandle] = []
         self._num_sent = 0
@@ -343,7 +343,7 @@ class _ClosedLoop:
         for delta in deltas:
             if delta.finish_reason is not None:
                 sent_at = self._sent_at.pop(delta.request_id, None)
-                if sent_at is not None:  # None: the request was aborted at the end of the previous slice
+                if sent_at is not None:  # None if the end of the previous slice aborted the request
                     took_s = time.perf_counter() - sent_at
                     self._send_after(self._rng.expovariate(1 / took_s) if self._pauses else 0.0)
 

@@ -1,6 +1,6 @@
-"""Traces: the arrival times and the lengths of requests.
+"""Reads traces, which are the arrival times and lengths of requests, and scales them.
 
-A trace is read from a CSV file with Azure's columns, a workload file, a step log, or an access log.
+A trace can be read from a CSV file with Azure's columns, a workload file, a step log, or an access log.
 
 `azure-conv` and `azure-code` are the first 1,000 requests of the Azure LLM inference traces of November 2023
 (Azure/AzurePublicDataset, CC-BY 4.0, Microsoft; Patel et al., "Splitwise", ISCA 2024).
@@ -31,21 +31,21 @@ BUILT_IN = {"azure-conv": _FOLDER / "azure_conv_2023.csv", "azure-code": _FOLDER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRequest:
-    """One request of a trace."""
+    """A request in a trace."""
 
-    arrival_s: float  # seconds after the first request of the trace
+    arrival_s: float  # seconds after the trace's first request
     num_prompt_tokens: int
-    num_output_tokens: int  # tokens that the request generates
-    max_tokens: int  # the limit that the request asks for, not below `num_output_tokens`
-    prompt_token_ids: tuple[int, ...] | None = None  # None: a prompt that shares no prefix with other prompts
+    num_output_tokens: int  # tokens that it generates
+    max_tokens: int  # the limit that it asks for, at least `num_output_tokens`
+    prompt_token_ids: tuple[int, ...] | None = None  # None for a prompt that shares no prefix
     tenant: str = ""
     priority: int = 0
     deadline_s: float | None = None
     session: str = ""
-    next_turn: TracedRequest | None = None  # arrives its `arrival_s` after the end of this request
+    next_turn: TracedRequest | None = None  # its `arrival_s` counts from the end of this request
 
     def request(self, number: int) -> Request:
-        """Return the engine's request. `number` is its id, and the first token of a prompt without given tokens."""
+        """Return a request for the engine. number: its id, and the first token of a prompt whose tokens are unknown."""
         prompt = self.prompt_token_ids
         return Request(
             request_id=str(number),
@@ -59,7 +59,7 @@ class TracedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """The largest number of tokens that the request may have."""
+        """The most tokens that the request may have, including its output."""
         return self.num_prompt_tokens + self.max_tokens
 
     def at(self, arrival_s: float) -> TracedRequest:
@@ -69,15 +69,15 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedRequests(Sequence[TracedRequest]):
-    """Requests that repeat in a cycle, all or some of them, at any speed. Each request is created on access.
+    """All or some requests of an endlessly repeated cycle, at any speed. Each is created on access.
 
-    The memory is that of `numbers`, so that ten million repetitions are small.
+    Only `numbers` takes memory, so that ten million requests are cheap.
     """
 
     cycle: Sequence[TracedRequest]
-    numbers: range | NDArray[np.int64]  # ascending; number n stands for `cycle[n % len(cycle)]`
+    numbers: range | NDArray[np.int64]  # ascending; request n repeats `cycle[n % len(cycle)]`
     cycle_s: float
-    slowness: float = 1.0  # factor on `cycle_s` and on all arrival times
+    slowness: float = 1.0  # the factor by which all arrival times are multiplied
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -100,7 +100,7 @@ class RepeatedRequests(Sequence[TracedRequest]):
         return traced.at((traced.arrival_s + copy * self.cycle_s) * self.slowness)
 
     def thinned(self, share: float) -> RepeatedRequests:
-        """Keep about `share` of the requests, chosen at random. Requests of a session are kept or dropped together."""
+        """Return a random sample of about `share` of the requests. Sessions are kept or dropped as a whole."""
         numbers = np.asarray(self.numbers)
         drawn = np.random.default_rng(1).random(len(numbers), dtype=np.float32)
         if any(each.session for each in self.cycle):
@@ -109,33 +109,32 @@ class RepeatedRequests(Sequence[TracedRequest]):
         return replace(self, numbers=numbers[drawn < share])
 
     def mean(self, value: Callable[[TracedRequest], int]) -> float:
-        """Return the mean of `value` over all requests."""
         places = np.asarray(self.numbers) % len(self.cycle)
         counts = np.bincount(places, minlength=len(self.cycle))
         return float(counts @ np.array([value(each) for each in self.cycle]) / len(places))
 
 
 def _drawn_by(session: str) -> float:
-    """Return a number in [0, 1) that depends on the session's name only; NaN without a session."""
+    """Return a number in [0, 1) that depends only on the session's name, or NaN without a session."""
     return random.Random(session).random() if session else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """At least one request, in order of arrival. The first request arrives at 0."""
+    """A sequence of at least one request, in order of arrival. The first one arrives at 0."""
 
     name: str
     requests: Sequence[TracedRequest]
 
     @property
     def seconds(self) -> float:
-        """The time from the first arrival to the last, plus one mean gap; 0 if all requests arrive at once."""
+        """The time from the first arrival to the last, plus a mean gap; 0 if all requests arrive at once."""
         last = self.requests[-1].arrival_s
         return last * len(self.requests) / (len(self.requests) - 1) if last else 0.0
 
     @property
     def rate(self) -> float:
-        """Requests a second; infinite if all requests arrive at once."""
+        """Requests per second; infinite if all requests arrive at once."""
         return len(self.requests) / self.seconds if self.seconds else float("inf")
 
     @property
@@ -154,42 +153,42 @@ class Trace:
         return RepeatedRequests(requests, range(len(requests)), self.seconds)
 
     def first(self, number: int) -> Trace:
-        """Return a trace of at most the first `number` requests."""
+        """Return the first `number` requests, or all if there are fewer."""
         return Trace(self.name, self.requests[:number])
 
     def repeated(self, number: int) -> Trace:
-        """Return a trace of `number` requests: this trace is repeated or cut."""
+        """Return this trace, repeated or cut to `number` requests."""
         requests = tuple(self.requests)
         return Trace(self.name, RepeatedRequests(requests, range(number), self.seconds))
 
     def thinned(self, share: float) -> Trace:
-        """Return about `share` of the requests, chosen at random, at their times; sessions stay whole."""
+        """Return a random sample of about `share` of the requests, at least one. Times do not change."""
         kept = self._repeated.thinned(share)
         return Trace(self.name, kept if len(kept) else self.requests[:1])
 
     def at_rate(self, rate: float) -> Trace:
-        """Scale all gaps so that `rate` requests arrive in a second. At an infinite rate, all arrive at once."""
+        """Scale all gaps so that `rate` requests arrive per second. At an infinite rate, all arrive at once."""
         factor, repeated = self.rate / rate, self._repeated
         if factor == 1.0 or not self.seconds:
             return self
         return Trace(self.name, replace(repeated, slowness=repeated.slowness * factor))
 
     def with_lengths(self, factor: float) -> Trace:
-        """Return prompts and outputs that are `factor` times as long, at least one token, without given tokens."""
+        """Scale the lengths of prompts and outputs, to at least one token. The prompts' own tokens are dropped."""
         if factor == 1.0:
             return self
         return Trace(self.name, tuple(_with_lengths(each, factor) for each in self.requests))
 
     def check_lengths(self, max_model_len: int) -> None:
-        """Raise InvalidSetup if a request may have more than `max_model_len` tokens."""
+        """Raise InvalidSetup, with advice, if a request may have more than `max_model_len` tokens."""
         longest = max(self.requests, key=lambda each: each.num_tokens)
         if longest.num_tokens > max_model_len:
             num_long = sum(each.num_tokens > max_model_len for each in self.requests)
-            factor = max_model_len / (longest.num_tokens + 2)  # rounding may add a token to prompt and output
+            factor = max_model_len / (longest.num_tokens + 2)  # rounding may add a token to each
             raise InvalidSetup(
                 f"{self.name}: {num_long:,} of {len(self.requests):,} requests do not fit: the longest has "
                 f"{longest.num_prompt_tokens:,} prompt tokens and {longest.max_tokens:,} to generate; this engine "
-                f"takes {max_model_len:,} together. Take a model with a longer context or more KV memory, or shorten "
+                f"accepts {max_model_len:,} together. Use a model with a longer context or more KV memory, or shorten "
                 f"all requests with --lengths {int(factor * 1000) / 1000:g}"
             )
 
@@ -209,10 +208,10 @@ def _with_lengths(request: TracedRequest, factor: float) -> TracedRequest:
 
 
 def read_trace(place: str) -> Trace:
-    """Read a built-in trace by its name, or a file: a CSV with Azure's columns, a workload, a step log, an access log.
+    """Read a built-in trace by name, or a file in any of the supported formats, which its first line determines.
 
     Raises:
-        InvalidSetup: the file cannot be read, has no requests, or its times go backwards; the message has the line.
+        InvalidSetup: the file cannot be read, contains no requests, or a line is invalid or out of order.
     """
     path = BUILT_IN.get(place, Path(place).expanduser())
     try:
@@ -296,7 +295,7 @@ def _traced(arrival_s: float, num_prompt: int, num_output: int) -> TracedRequest
 
 
 def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
-    """Yield the logged requests. Each request, even an aborted one, has the output tokens that it drew in the log."""
+    """Yield the logged requests, also aborted ones. Their output is as long as the log shows."""
     arrivals: list[Arrival | RedactedArrival] = []
     num_drawn: dict[int, int] = {}
     last = NOTHING
@@ -312,7 +311,7 @@ def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
             for drawer, _ in entry.drawn(last, before):
                 num_drawn[drawer] = num_drawn.get(drawer, 0) + 1
     for arrival in arrivals:
-        if num_drawn.get(arrival.number):  # 0: the request was refused, or the log ends before its first token
+        if num_drawn.get(arrival.number):  # none if the request was refused, or if the log ends before its first token
             yield _of_arrival(arrival, num_drawn[arrival.number])
 
 

@@ -1,1 +1,1 @@
-"""The deployments that run inside Ray Serve: the application, its ingress, its replicas and its batches."""
+"""The deployments that run in Ray Serve: the ingress, the replicas of each model, and the batches process."""

@@ -1,4 +1,4 @@
-"""Serve's application builder, which `serve.yaml` names: a replica deployment for each model, and the ingress."""
+"""Builds the Serve application that `serve.yaml` refers to: a replica deployment per model, ingress and batches."""
 
 # No `from __future__ import annotations`: Serve reads the annotation of `build` to validate `args` with pydantic.
 
@@ -29,20 +29,20 @@ from deployments.serve.settings import (
 )
 
 _IN_COMMON: Any = {
-    # Seconds between checks whether a stopping replica has drained. Serve's default of 2 s delays every stop.
+    # How often Serve checks whether a stopping replica has drained. The default of 2 s would delay every stop.
     "graceful_shutdown_wait_loop_s": 0.5,
     "health_check_period_s": 5.0,
-    # The engine computes in its own thread, so the event loop of a healthy replica answers much sooner.
+    # The engine runs in its own thread, so the event loop of a healthy replica responds much sooner.
     "health_check_timeout_s": 15.0,
-    # The second and the third attempt help only when memory was not free yet; other load errors are permanent.
+    # Retrying helps only if memory was not free yet. All other errors of loading are permanent.
     "max_constructor_retry_count": 3,
 }
 
 
 def build(args: ApplicationConfig) -> Application:
-    """Return the Serve application that `args` describes.
+    """Return the Serve application for a configuration.
 
-    Raises InvalidSetup, with one line per mistake, if settings contradict each other or a model cannot be served.
+    Raises InvalidSetup, with a line per mistake, if settings contradict each other or a model cannot be served.
     """
     check(args)
     mistakes = Mistakes()
@@ -62,7 +62,7 @@ def build(args: ApplicationConfig) -> Application:
 
 
 def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
-    """Make all paths absolute, because the deployments may run in a different working directory."""
+    """Make all paths absolute, because deployments may run in another working directory."""
     if config.api.keys_file is not None:
         config = config.with_setting("api.keys_file", _absolute(config.api.keys_file))
     batches = config.batches
@@ -84,10 +84,10 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         name=model.deployment_name,
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.reserved_cpus, "num_gpus": replicas.reserved_gpus},
-        # Requests use sockets, and the engine enforces its own limits. Serve counts only control calls, from each
-        # ingress and the batches process (an update doubles them), and the requests that wait for the first replica.
+        # Requests travel over sockets, and the engine limits them. Serve counts only the control calls of ingresses and
+        # the batches process, which an update doubles, and requests that wait for the first replica.
         max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
-        # The router refuses calls when all replicas are full. The limit is for calls that wait while no replica runs.
+        # The router refuses calls when all replicas are full. This limit applies while no replica runs.
         max_queued_requests=max_requests * replicas.max_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
         max_surge_percent=replicas.max_surge_percent,
@@ -97,8 +97,8 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
-    # Serve rounds up, so an update starts one new ingress before it stops an old one. Without the surge, requests to a
-    # single ingress would wait in Serve's proxy until the new ingress has started.
+    # Serve rounds up, so an update starts a new ingress before it stops an old one. Without the surge, requests to a
+    # single ingress would wait in Serve's proxy until the new one has started.
     ingress_surge_percent = 1
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
@@ -112,14 +112,14 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
 
 
 def _batches_deployment() -> serve.Deployment:
-    # Calls are short, because files are sent in pieces. Two kinds last longer: a response that its client waits for
-    # holds one call until the response is accepted, and each ingress holds one call to stream stored answers.
+    # Calls are short, because files are sent in pieces. Two kinds last longer: a stored response occupies a call until
+    # it is accepted, and each ingress occupies one to stream stored answers.
     max_batch_calls = 256 + 2 * BatchLimits().max_responses
-    # Short calls need little time to end, and batches resume after a restart.
+    # Short calls end soon, and batches resume after a restart.
     batches_drain_timeout_s = 2.0
     return serve.deployment(Batches).options(
         name="batches",
-        num_replicas=1,  # one writer
+        num_replicas=1,  # the folder may have only one writer
         ray_actor_options={"num_cpus": BATCHES_CPUS},
         max_ongoing_requests=max_batch_calls,
         max_queued_requests=max_batch_calls,

@@ -1,7 +1,7 @@
-"""Streams the parts of all stored answers that an ingress reads from the batches process, in one Serve call.
+"""Streams all stored answers that an ingress reads from the batches process over a single Serve call.
 
-One call for each part would cost more CPU than all other work on a token outside the engine. Each answer has its own
-window and its own errors, so a slow reader does not delay other readers.
+A call for each part would cost more CPU than all other work on a token outside the engine. Each answer has its own
+window and its own errors, so that a slow reader does not delay the others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from app.errors import CarouselError, Failure, Unavailable, traceback_of
 if TYPE_CHECKING:
     from app.jobs.local_service import LocalBatchService
 
-WINDOW_BYTES = 512 * 1024  # maximum bytes of one answer that are sent but not yet taken by the reader
-RETRY_S = 0.5  # pause after a change that failed to arrive
+WINDOW_BYTES = 512 * 1024  # the most bytes of an answer that are sent before the reader has consumed them
+RETRY_S = 0.5  # pause before a change that failed to arrive is sent again
 MAX_MESSAGE_BYTES = 1024 * 1024  # a Serve call carries at most 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class WantedAnswer:
-    """The stored answer that a reader wants: the arguments of `BatchService.follow_response`."""
+    """Which stored answer a reader follows. The fields are the arguments of `BatchService.follow_response`."""
 
     owner: str
     response_id: str
@@ -41,35 +41,35 @@ class WantedAnswer:
 
 @dataclass(slots=True)
 class FeedChange:
-    """A change of an ingress's readers, by reader id: readers opened, bytes taken, readers closed."""
+    """The changes among an ingress's readers since the last message, by reader id."""
 
     opened: dict[int, WantedAnswer] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)  # bytes that each reader has taken since the last change
+    taken: dict[int, int] = field(default_factory=dict)  # bytes that readers have consumed
     closed: list[int] = field(default_factory=list)
 
     def tell_again(self, failed: FeedChange) -> None:
-        """Repeat a change that may not have arrived. The readers that it opened have failed, so close them."""
+        """Include a change that may not have arrived. The readers that it opened have failed, so they are closed."""
         for reader_id, num_bytes in failed.taken.items():
             self.taken[reader_id] = self.taken.get(reader_id, 0) + num_bytes
         self.closed += [*failed.closed, *failed.opened]
 
 
-# A reader id with the next bytes of the answer, or with the end: the `AnswerEnd`, the error that ended the reading, or
-# None. Every token makes an item, so items are plain tuples, which pickle quickly.
+# (reader id, content): the next bytes of the answer or, at its end, the `AnswerEnd`, an error, or None. There is an
+# item for every token, so items are plain tuples, which pickle quickly.
 FeedItem = tuple[int, bytes | AnswerEnd | CarouselError | None]
 
 
 class Feed:
-    """The sending end of one stream, in the batches process."""
+    """The sending end of a stream, in the batches process."""
 
     def __init__(self, service: LocalBatchService) -> None:
         self._service = service
         self._readers: dict[int, _Sending] = {}
         self._items: deque[FeedItem] = deque()
-        self._wanted: asyncio.Future[None] | None = None  # set while the stream waits for an item to send
+        self._wanted: asyncio.Future[None] | None = None  # set while the stream waits for an item
 
     def change(self, change: FeedChange) -> None:
-        """Apply a change that the ingress reports."""
+        """Start and stop readers, and note consumed bytes, as the ingress reports."""
         for reader_id, wanted in change.opened.items():
             self._readers[reader_id] = _Sending(asyncio.create_task(self._read(reader_id, wanted)))
         for reader_id, num_bytes in change.taken.items():
@@ -80,7 +80,7 @@ class Feed:
                 self._readers.pop(reader_id).task.cancel()
 
     async def messages(self) -> AsyncGenerator[list[FeedItem], None]:
-        """Yield the items for all readers as they arrive. The first message is empty and says the stream is open."""
+        """Yield all readers' items as they arrive. The first message is empty, to signal that the stream is open."""
         try:
             yield []
             while True:
@@ -127,7 +127,7 @@ class Feed:
         self._readers.pop(reader_id, None)
 
     def _take(self, reader_id: int, reader: _Sending, data: bytes) -> bool:
-        """Send bytes to a reader. Return False, and send nothing, if the reader's window is full."""
+        """Send bytes to a reader. Returns False, and sends nothing, if the reader's window is full."""
         if reader.is_full:
             return False
         if data:
@@ -142,7 +142,7 @@ class Feed:
 
 
 class _Sending:
-    """The window of one reader: the bytes that were sent to the reader and that the reader has not taken."""
+    """The window of a reader: counts the bytes that were sent to it and not yet consumed."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
@@ -151,16 +151,16 @@ class _Sending:
 
     @property
     def is_full(self) -> bool:
-        """Whether more bytes than `WINDOW_BYTES` are sent and not taken."""
+        """Whether the reader must consume bytes before more are sent."""
         return self.num_bytes > WINDOW_BYTES
 
     async def room(self) -> None:
-        """Wait until the reader reports that it has taken bytes."""
+        """Wait until the reader reports consumed bytes."""
         self._room = asyncio.get_running_loop().create_future()
         await self._room
 
     def note_taken(self, num_bytes: int) -> None:
-        """Count bytes that the reader has taken."""
+        """Note bytes that the reader has consumed."""
         self.num_bytes -= num_bytes
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
@@ -171,25 +171,25 @@ SendChange = Callable[[str, FeedChange], Awaitable[None]]
 
 
 class Following:
-    """The receiving end of the stream, in an ingress: opens the stream and serves all readers of this ingress."""
+    """The receiving end of a stream, in an ingress. Opens the stream when there is a reader, and serves all readers."""
 
     def __init__(self, open_stream: OpenStream, send_change: SendChange) -> None:
-        """`open_stream` opens a stream with an id, `send_change` reports a change; the two raise CarouselErrors."""
+        """open_stream: opens a stream under an id. send_change: reports a change. Both may raise CarouselErrors."""
         self._open_stream = open_stream
         self._send_change = send_change
         self._readers: dict[int, _Receiving] = {}
         self._ids = count()
         self._streaming: asyncio.Task[None] | None = None
-        self._sending: asyncio.Task[None] | None = None  # runs while there are changes to report
+        self._sending: asyncio.Task[None] | None = None  # exists while there are changes to report
         self._change = FeedChange()
         self._is_there = asyncio.Event()  # set while the stream is open
 
     async def follow(self, wanted: WantedAnswer) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the parts of one answer. Raises the error of the answer, or Unavailable if the stream breaks."""
+        """Yield the parts of an answer. Raises the answer's error, or Unavailable if the stream breaks."""
         reader_id, reader = next(self._ids), _Receiving()
         self._readers[reader_id] = reader
         if self._streaming is None:
-            # An empty context, because Serve would cancel a task in the request's context when the request ends.
+            # In the request's context, Serve would cancel the task when the request ends.
             self._streaming = asyncio.create_task(self._stream(), context=Context())
         self._change.opened[reader_id] = wanted
         self._tell()
@@ -249,17 +249,17 @@ class Following:
 
 
 class _Receiving:
-    """The buffer of one reader: the bytes that have arrived and that the reader has not taken."""
+    """The buffer of a reader: the bytes that have arrived and that it has not consumed."""
 
     def __init__(self) -> None:
-        self.has_ended = False  # whether the batches process sends no more items for this reader
+        self.has_ended = False  # whether the last item for this reader has arrived
         self._data: list[bytes] = []
         self._end: AnswerEnd | CarouselError | None = None
         self._news: asyncio.Future[None] | None = None
         self._num_untold = 0
 
     def put(self, content: bytes | AnswerEnd | CarouselError | None) -> None:
-        """Add bytes that have arrived, or note the end of the answer."""
+        """Add bytes that have arrived, or the end of the answer."""
         if isinstance(content, bytes):
             self._data.append(content)
         elif not self.has_ended:
@@ -268,7 +268,7 @@ class _Receiving:
             self._news.set_result(None)
 
     async def next(self) -> AnswerPart | None:
-        """Return all bytes since the last call; None at the end. Raises the error that ended the answer."""
+        """Return all bytes since the last call, or None at the end. Raises the error that ended the answer."""
         if not self._data and not self.has_ended:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
@@ -281,7 +281,7 @@ class _Receiving:
         return None if end is None else AnswerPart(b"", end)
 
     def take(self, num_bytes: int) -> int:
-        """Count bytes that the reader has taken. Return the number to report, or 0 while the report can wait."""
+        """Note bytes that the reader has consumed. Returns the number to report, or 0 while that can wait."""
         self._num_untold += num_bytes
         if self._num_untold < WINDOW_BYTES // 2:
             return 0

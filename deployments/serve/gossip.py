@@ -1,4 +1,4 @@
-"""Shares a model's adapters and scheduler override among its replicas and all processes that send requests to it."""
+"""Shares a model's adapters and scheduler override among its replicas and all processes that send it requests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from deployments.serve.transport import (
 
 
 class ModelGossip:
-    """`AdapterFleet` and `SchedulerSwitch` over the handle of one replica deployment, for one process.
+    """Implements `AdapterFleet` and `SchedulerSwitch` by calls to a replica deployment's handle.
 
-    A replica that starts later receives the table from each ingress that connects; a process that starts later receives
-    the table from the replicas. A replica loads an adapter when a request needs the adapter.
+    Replicas that start later receive the table from each ingress that connects; other processes receive it from the
+    replicas. A replica loads an adapter when a request first needs it.
     """
 
     def __init__(
         self, model: str, handle: DeploymentHandle, transport: ServeTransport, senders: Sequence[DeploymentHandle] = ()
     ) -> None:
-        """`senders`: the other deployments that send requests to the model."""
+        """senders: the other deployments that send requests to the model."""
         self._model = model
         self._handle = handle
         self._transport = transport
@@ -50,7 +50,7 @@ class ModelGossip:
         return adapters_in(self._transport.table)
 
     async def loaded(self) -> Answers[LoadedAdapters]:
-        """See `AdapterFleet`. Afterwards this process knows all entries of the replicas that answered."""
+        """See `AdapterFleet`. Also merges the tables of all replicas that answer into this process's table."""
         answers = await self._ask(self._transport.table)
         replicas = [
             LoadedAdapters(replica_id=each.replica_id, loaded=each.loaded, max_loaded=each.max_loaded)
@@ -81,7 +81,7 @@ class ModelGossip:
         return _scheduling_of(await self._ask(self._transport.table))
 
     async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
-        """See `SchedulerSwitch`. Raises Unavailable if no replica answers."""
+        """See `SchedulerSwitch`. Raises Unavailable if no replica answers, because only replicas store the switch."""
         override = SchedulerOverride(strategy=strategy, policy=policy)
         answers = await self._ask(with_entry(self._transport.table, OVERRIDE, override, now=time.time()))
         if not answers.reports:
@@ -92,7 +92,7 @@ class ModelGossip:
     # ------------------------------------------------------------------ the table
 
     def note(self, table: Table) -> None:
-        """Merge the table of another process into the table of this process."""
+        """Merge another process's table into this process's table."""
         self._transport.table = merged([self._transport.table, table])
         self.on_change(self.adapters)
 

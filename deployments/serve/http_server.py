@@ -1,6 +1,6 @@
-"""uvicorn's HTTP/1 protocol for Ray Serve, with corrections for two kinds of requests that uvicorn answers incorrectly.
+"""Extends uvicorn's HTTP/1 protocol for Ray Serve, and corrects two kinds of requests that uvicorn handles wrongly.
 
-`ChunkedConnection` also sends pieces of responses without waiting, and writes all pieces of one moment together.
+`ChunkedConnection` lets streams send pieces without waiting, and writes the pieces of all streams together.
 
 Serve has no setting for the protocol. No upstream issues are known.
 """
@@ -25,33 +25,33 @@ logger = logging.getLogger(__name__)
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. It ignores protocol upgrades, and sends no chunks to an HTTP/1.0 client.
+    """A connection that ignores protocol upgrades, and sends no chunks to HTTP/1.0 clients.
 
-    A server may ignore `Upgrade` (RFC 9110, 7.8), and this service has no WebSocket routes. uvicorn accepts a WebSocket
-    upgrade even from a POST, which then gets no answer. For any other upgrade, such as one from Java's HTTP client,
-    httptools does not read the body of the request.
+    A server may ignore `Upgrade` (RFC 9110, 7.8), and this service has no WebSocket routes. uvicorn would accept a
+    WebSocket upgrade even from a POST, which then receives no response. For any other upgrade, such as those that
+    Java's HTTP client requests, httptools would not read the request's body.
     """
 
     _data = b""
-    _running: RequestResponseCycle | None = None  # the request that is being answered or was answered last
+    _running: RequestResponseCycle | None = None  # the request that is being answered, or was last
 
     def data_received(self, data: bytes) -> None:
         self._data = data
         super().data_received(data)
 
     def _should_upgrade(self) -> bool:
-        """Whether `handle_websocket_upgrade` handles a request for an upgrade or a tunnel: all methods but CONNECT."""
+        """Return whether to call `handle_websocket_upgrade`: for every upgrade, but not for a tunnel (CONNECT)."""
         return self.scope["method"] != "CONNECT"
 
     def handle_websocket_upgrade(self) -> None:
-        """Parse the head again without `Upgrade`, and then the body. Called when the parser has stopped at the head."""
+        """Parse the head again without `Upgrade`, then the body. Called when the parser has stopped after the head."""
         stopped = sys.exception()
-        assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this when it catches that"
+        assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this while it handles that error"
         rest = self._data[stopped.args[0] :]
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in the constructor
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's constructor
         self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -61,7 +61,7 @@ class Protocol(HttpToolsProtocol):
         HttpToolsProtocol._start_asgi_task(self, cycle, partial(answer, cycle, app))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Also notify the running request. uvicorn notifies only the last one, which may be queued behind it."""
+        """Notify the running request as well. uvicorn notifies only the last one, which may be queued behind it."""
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -70,10 +70,10 @@ class Protocol(HttpToolsProtocol):
 
 
 class ChunkedConnection:
-    """Sends the pieces of one response. Implements `Connection` of `app.api.http.sse`.
+    """Sends the pieces of a response. Implements `Connection` of `app.api.http.sse`.
 
-    The pieces of all connections are sent together, after the work that makes them. The proxy that reads them then
-    stays awake between two pieces. To wake a process takes several times as long as to send a piece.
+    The pieces of all connections are written together, after the work that creates them, so that the proxy that reads
+    them stays awake between two pieces. Waking a process takes several times as long as writing a piece.
     """
 
     __slots__ = ("__weakref__", "_cycle", "_flow", "_outbox", "is_blocked", "loop", "sent_at")
@@ -87,24 +87,24 @@ class ChunkedConnection:
         self.sent_at = 0.0
 
     def may_send(self) -> bool:
-        """Whether the connection is not blocked, and the client has read enough of the sent data."""
+        """Return whether the connection is not blocked and the client has read enough of the data sent so far."""
         return not (self.is_blocked or self._flow.write_paused)
 
     def send(self, data: bytes) -> None:
-        """Send a piece of the body, after the callbacks that the event loop runs now."""
+        """Queue a piece of the body. It is written after the callbacks that are ready now."""
         if not self._outbox:
             self.loop.call_soon(_send_all, self._outbox, self.loop)
         self._outbox.append((self, data))
 
     def write(self, data: bytes, now: float) -> None:
-        """Write a piece to the socket as a chunk. An empty piece is left out, because it would end the response."""
+        """Write a piece to the socket as a chunk. Skips an empty piece, which would end the response."""
         transport = self._cycle.transport
         if data and not (self._cycle.disconnected or transport.is_closing()):
             self.sent_at = now
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle as None: Serve's own proxy sends the scope of a request, with this object, to an ingress."""
+        """Pickle as None, because Serve's own proxy pickles a request's scope, with this object, for an ingress."""
         return type(None), ()
 
 
@@ -118,7 +118,7 @@ def _send_all(outbox: _Outbox, loop: asyncio.AbstractEventLoop) -> None:
     for connection, data in pieces:
         try:
             connection.write(data, now)
-        except Exception as error:  # the stream's task gets the error when it sends the next event
+        except Exception as error:  # the stream's task will raise it when it sends its next event
             connection.is_blocked = True
             logger.warning("an event could not be sent: %s", described(error))
 
@@ -131,7 +131,7 @@ async def _answer_with_connection(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Answer a request with a `ChunkedConnection` in its scope, and break the reference cycle afterwards."""
+    """Call the application with a `ChunkedConnection` in the scope, and break the reference cycle afterwards."""
     scope["extensions"] = {SEND_NOW: ChunkedConnection(cycle, loop)}
     try:
         await app(scope, receive, send)
@@ -142,7 +142,7 @@ async def _answer_with_connection(
 async def _answer_without_chunks(
     cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Answer a request without chunks. If the answer has no length, the end of the connection marks its end."""
+    """Call the application so that its response is not chunked. Without a length, closing the connection ends it."""
     has_length = False
 
     async def send_without_chunks(message: Message) -> None:

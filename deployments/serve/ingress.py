@@ -1,4 +1,4 @@
-"""The ingress deployment: serves `app.api` over handles to the replicas. This process never imports torch."""
+"""The ingress deployment: serves `app.api` over handles to the replicas. Its process never imports torch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.shared_look import SharedQuery
 from deployments.serve.transport import answer_of, detached_call, to_carousel_error
 
-_ROOM_FOR_THE_REST = 64 * 1024  # bytes for all other fields of a call that carries a request body
-READY_CACHE_S = 1.0  # seconds that a readiness result is reused: probes need no key, so anyone may send many
+_ROOM_FOR_THE_REST = 64 * 1024  # bytes for everything but the body in a call that carries a request
+READY_CACHE_S = 1.0  # how long a readiness result is reused: probes need no key, so anyone can send many
 
 
 class Ingress(Sender):
-    """One HTTP process. The ingress is ready once a replica of every model has sent its model info."""
+    """An HTTP process, which is ready once a replica of every model has sent its model info."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Ingress(Sender):
         handles: Mapping[str, DeploymentHandle],
         batches: DeploymentHandle | None = None,
     ) -> None:
-        """See `Sender`. `batches` is the deployment that stores files and batches; None if the API has no batches."""
+        """See `Sender`. batches: the deployment that stores files and batches; None if batches are not configured."""
         collect_later()
         pools = SharedPools(
             max_ingress_requests(config),
@@ -57,7 +57,7 @@ class Ingress(Sender):
         accept_odd_headers()
         leave_request_ids_alone()
         use_own_protocol()
-        # On a cluster no launcher has checked the exposure.
+        # On a cluster, no launcher has checked this.
         check_exposure(http_host(), config.api)
         self._service = None if batches is None else cast(BatchService, _RemoteService(batches))
         self._fleets = {name: client.fleet for name, client in self._clients.items()}
@@ -65,7 +65,7 @@ class Ingress(Sender):
         self._is_ready = SharedQuery(self._look_at_replicas, holds_s=READY_CACHE_S)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application once a replica of every model runs. Serve calls this after the constructor."""
+        """Return the ASGI application once a replica of every model runs. Serve calls this after construction."""
         handler = await self.make_handler()
         service = self._service
         if service is not None:
@@ -89,7 +89,7 @@ class Ingress(Sender):
         )
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:
-        """Cancel a request if this process runs the request; return whether it does. Other ingresses call this."""
+        """Cancel a request if this process is running it, and return whether it was. Other ingresses call this."""
         return await self._running.cancel(request_id, account)
 
     async def _cancel(self, request_id: str, account: str | None) -> bool:
@@ -98,16 +98,17 @@ class Ingress(Sender):
         return any((await answers_of(this_deployment(), "cancel_request", request_id, account)).reports)
 
     async def _look_at_replicas(self) -> bool:
-        """Return whether every model either has a replica that answers or may scale to zero."""
-        # A call to a model that sleeps would wake the model.
+        """Return whether every model has a replica that answers. Models that may sleep always count as ready."""
+        # A call to a sleeping model would wake it.
         awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
         return all(await asyncio.gather(*(client.answers() for client in awake)))
 
 
 class _RemoteService:
-    """`BatchService` over the handle of the batches deployment: each method is one call to the deployment.
+    """Implements `BatchService` by calls to the batches deployment, one for each method.
 
-    The calls are detached: a client that disconnects must not cancel work that is half done or that other clients need.
+    Calls are detached from HTTP requests, because a client that disconnects must not cancel work that is half done or
+    that other clients need.
     """
 
     def __init__(self, handle: DeploymentHandle) -> None:
@@ -118,7 +119,7 @@ class _RemoteService:
         return partial(self._detached, "call", method)
 
     async def create_response(self, new: NewResponse) -> None:
-        """See `BatchService`. Raises BodyTooLarge if the body does not fit into one Serve call."""
+        """See `BatchService`. Raises BodyTooLarge if the body does not fit into a Serve call."""
         limit = max_call_bytes() - _ROOM_FOR_THE_REST
         if len(new.body) > limit:
             raise BodyTooLarge(
@@ -141,7 +142,7 @@ class _RemoteService:
             async for message in messages:
                 yield message
         except CarouselError:
-            raise  # `raise error from error` would be a reference cycle
+            raise  # `raise error from error` would create a reference cycle
         except Exception as error:
             raise to_carousel_error(error) from error
 

@@ -1,4 +1,4 @@
-"""Reads the API keys from a file that may change while the process runs."""
+"""Reads API keys from a file, and follows its changes while the process runs."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from deployments.serve.settings import read_keys
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-MAX_SILENCE_S = 60.0  # maximum seconds without a check of the file: until the next check, a revoked key stays valid
+MAX_SILENCE_S = 60.0  # after this long without a check of the file, the process is unhealthy: revoked keys stay valid
 
 
 class Keys:
-    """The valid API keys. A changed file takes effect within `LOOK_EVERY_S`; a file with mistakes changes nothing."""
+    """The valid API keys. Changes of the file apply within `LOOK_EVERY_S`; a file with mistakes changes nothing."""
 
     def __init__(self, config: ApiConfig, pools: SharedPools | None = None) -> None:
-        """`pools`: shared by the accounts of all keys. Raises InvalidSetup if the file has mistakes."""
+        """pools: shared by the accounts of all keys. Raises InvalidSetup if the file contains mistakes."""
         self._path = Path(config.keys_file).expanduser() if config.keys_file else None
         self._looked_at: float | None = None
         self._reported = ""
         self._state = self._look()
-        # `read_keys` refuses a file without keys, so an emptied file cannot turn authentication off.
+        # `read_keys` refuses a file without keys, so emptying the file cannot turn authentication off.
         self._ring = None if self._path is None else KeyRing(read_keys(self._path), pools=pools)
         self.authenticator: Authenticator = self._ring or without_keys(config, pools)
 
     async def follow(self) -> NoReturn:
-        """Check the file every `LOOK_EVERY_S` and take changed keys. Errors are logged; the loop never ends."""
+        """Check the file every `LOOK_EVERY_S` and apply changed keys. Logs errors, and never returns."""
         self._looked_at = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -48,7 +48,7 @@ class Keys:
                 self._looked_at = time.monotonic()
 
     def check_health(self) -> None:
-        """Raise Failure if no check of the file ended for `MAX_SILENCE_S`, for example because the disk hangs."""
+        """Raise Failure if no check of the file has ended for `MAX_SILENCE_S`, for example because the disk hangs."""
         if self._looked_at is None:
             return
         silence_s = time.monotonic() - self._looked_at
@@ -56,11 +56,11 @@ class Keys:
             raise Failure(f"the file of API keys has not been read for {silence_s:.0f} s; a revoked key may be valid")
 
     def refresh(self) -> None:
-        """Check the file now, and take the keys if the file has changed."""
+        """Check the file now, and apply changed keys."""
         self._take(self.changed())
 
     def changed(self) -> tuple[tuple[int, ...], Sequence[KeyConfig]] | None:
-        """Return the state and the keys of the file if the file has changed and has no mistakes, else None."""
+        """Return the file's state and keys if it has changed and contains no mistakes, or None. Logs mistakes."""
         state = self._look()
         if self._path is None or state == self._state:
             return None
@@ -84,7 +84,7 @@ class Keys:
         self._reported = mistake
 
     def _look(self) -> tuple[int, ...]:
-        """Return a value that differs whenever the file has changed: modification time, size and inode."""
+        """Return the file's modification time, size and inode, to detect changes."""
         if self._path is None:
             return ()
         try:

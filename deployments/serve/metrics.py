@@ -1,4 +1,4 @@
-"""Collects the measurements of all ingresses and replicas, because a scrape of /metrics reaches only one ingress."""
+"""Collects the metrics of all ingresses and replicas, because a scrape of /metrics reaches only one ingress."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ from deployments.serve.shared_look import SharedQuery
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
-_READ_IN_A_TURN = 50  # replica reports to decode before the event loop may do other work
+_READ_IN_A_TURN = 50  # replica reports to decode before other tasks may run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressReport:
-    """The measurements of one process that sends requests."""
+    """The metrics of a process that sends requests."""
 
     deployment: str  # "ingress" or "batches"
     ingress_id: str
     requests: Snapshot
     loop: LoopSnapshot
-    batches: Mapping[str, int] = field(default_factory=dict)  # `LocalBatchService.counts` of the batches process
+    batches: Mapping[str, int] = field(default_factory=dict)  # `LocalBatchService.counts`, in the batches process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCounts:
-    """A summary of the counts that an ingress knows, so that another ingress can send the missing counts."""
+    """A summary of the counts that an ingress knows, so that another one can send those that it lacks."""
 
     replicas: Mapping[str, Known[EngineCounts]]  # by model
     senders: Known[Snapshot]
@@ -66,34 +66,34 @@ class KnownCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterCounts:
-    """The counts that another ingress knows and that `KnownCounts` lacks."""
+    """The counts that an ingress knows and the sender of `KnownCounts` lacks."""
 
     replicas: Mapping[str, Later[EngineCounts]]  # by model
     senders: Later[Snapshot]
 
 
 class AllSenders(Protocol):
-    """Access to all processes that send requests: over Serve's handles, or inside one process in tests."""
+    """All processes that send requests. Tests implement this inside one process."""
 
     @property
     def itself(self) -> tuple[str, str]:
-        """The deployment and the id of this process."""
+        """The names of this process: (deployment, id)."""
         ...
 
     async def reports(self) -> Answers[IngressReport]:
-        """Return the reports of the processes that answer in time; this process may be one of them."""
+        """Return the reports of all processes that answer in time, which may include this process."""
         ...
 
     async def later_counts(self, known: KnownCounts) -> Answers[LaterCounts]:
-        """Return, from each ingress, the counts that this process lacks. Only ingresses answer scrapes."""
+        """Return the counts that this process lacks, from each ingress that answers in time."""
         ...
 
 
 class ServeSenders:
-    """`AllSenders` over Serve's handles."""
+    """Implements `AllSenders` by calls through Serve's handles."""
 
     def __init__(self, others: Sequence[DeploymentHandle]) -> None:
-        """`others`: the deployments that send requests, without the deployment of this process."""
+        """others: the deployments that send requests, apart from this process's own."""
         self._others = others
 
     @property
@@ -118,7 +118,7 @@ class ServeSenders:
 
 
 class MetricsCollector:
-    """The metrics of one process. At each scrape, the collector also asks the other processes for their metrics."""
+    """Collects the metrics of this process and, for a scrape, those of all other processes."""
 
     def __init__(
         self,
@@ -127,21 +127,21 @@ class MetricsCollector:
         fleets: Mapping[str, Fleet],
         senders: AllSenders,
     ) -> None:
-        """`requests`: the measurements of this process. `fleets`: the replicas, by model name."""
+        """requests: this process's own measurements. fleets: by model name."""
         self._models = models
         self.requests = requests
-        self.loop = LoopMonitor()  # the caller starts the monitor
+        self.loop = LoopMonitor()  # the caller must start it
         self._fleets = fleets
         self._senders = senders
         self._known = {name: ProcessCounts(lambda counts: counts.num_counted, sum_counts) for name in fleets}
         self._known_senders: ProcessCounts[Snapshot] = ProcessCounts(num_counted, merge)
-        self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas asked in the last scrape
-        self._unread: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas with an unreadable answer
+        self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas that the last scrape asked
+        self._unread: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas whose metrics could not be read
         self.expose = SharedQuery(self._expose)
         self.wanted_replicas = SharedQuery(self._wanted_replicas)
 
     def report(self) -> IngressReport:
-        """Return the measurements of this process."""
+        """Return the metrics of this process only."""
         deployment, ingress_id = self._senders.itself
         return IngressReport(
             deployment=deployment,
@@ -151,7 +151,7 @@ class MetricsCollector:
         )
 
     def later_counts(self, known: KnownCounts) -> LaterCounts:
-        """Return the counts that this process knows and the calling ingress lacks."""
+        """Return the counts that this process knows and the calling ingress lacks. See `AllSenders`."""
         return LaterCounts(
             replicas={
                 name: here.beyond(known.replicas[name]) for name, here in self._known.items() if name in known.replicas
@@ -160,7 +160,7 @@ class MetricsCollector:
         )
 
     async def _expose(self) -> list[bytes]:
-        """Return the text of /metrics in pieces, summed over all ingresses and replicas that answer in time."""
+        """Return the text of /metrics in pieces. It includes all ingresses and replicas that answer in time."""
         text = []
         for piece in pieces(await self._scrape()):
             text.append(piece)
@@ -168,7 +168,7 @@ class MetricsCollector:
         return text
 
     async def _wanted_replicas(self) -> list[Json]:
-        """Return the current number, the wanted number and the reason for each model with autoscaling."""
+        """Return each autoscaled model's current and wanted number of replicas, and the reason."""
         if all(model.replicas.autoscaling is None for model in self._models):
             return []
         scrape = await self._scrape()
@@ -203,14 +203,14 @@ class MetricsCollector:
         )
 
     async def _ask_replicas(self, model: str) -> _Answered:
-        """Ask the replicas of a model for their metrics, and learn their counts."""
+        """Ask a model's replicas for their metrics, and store their counts."""
         answers = await self._fleets[model].ask_metrics(SCRAPE_TIMEOUT_S)
         found: dict[str, ReplicaMetrics] = {}
         unread: dict[str, str] = {}
         for number, replica_id in enumerate(answers):
             if number % _READ_IN_A_TURN == 0:
                 await asyncio.sleep(0)
-            answer, answers[replica_id] = answers[replica_id], None  # free each answer: 1,000 answers take 20 MB
+            answer, answers[replica_id] = answers[replica_id], None  # free each answer, as 1,000 of them take 20 MB
             if answer is None:
                 continue
             try:
@@ -223,7 +223,7 @@ class MetricsCollector:
         return _Answered(list(found.values()), len(answers) - len(found))
 
     def _note_unread(self, model: str, unread: Mapping[str, str]) -> None:
-        """Log all replicas with unreadable metrics when a further replica is added to them."""
+        """Log how many replicas' metrics cannot be read, whenever there is a new one among them."""
         new = unread.keys() - self._unread[model]
         self._unread[model] = frozenset(unread)
         if new:
@@ -234,9 +234,9 @@ class MetricsCollector:
             )  # fmt: skip
 
     async def _learn_of_gone(self, senders: Collection[str]) -> int:
-        """Learn the counts of ended processes from the other ingresses; return how many ingresses did not answer.
+        """Store counts of ended processes that other ingresses know. Returns how many ingresses did not answer.
 
-        Only ingresses answer scrapes, so only they know such counts.
+        Only ingresses collect metrics, so only they know the counts of processes that have ended.
         """
         known = KnownCounts(
             replicas={name: each.known() for name, each in self._known.items()}, senders=self._known_senders.known()
@@ -254,24 +254,24 @@ class MetricsCollector:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """The metrics that a model's replicas have sent."""
+    """The metrics that a model's replicas have sent, and the number of replicas whose metrics are missing."""
 
     metrics: Sequence[ReplicaMetrics]
     num_missing: int
 
 
 def this_deployment() -> DeploymentHandle:
-    """Return the handle of the deployment that this process is a replica of."""
+    """Return a handle of the deployment that this process belongs to."""
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
 
 
 async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) -> Answers[Any]:
-    """Call a method on all replicas of a deployment; return the results that arrive in time."""
+    """Call a method on all replicas of a deployment. Returns the results that arrive within `SCRAPE_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             calls = await begin_call_on_all_replicas(handle, method, *arguments)
-    except DeploymentUnavailableError:  # the deployment has no replicas now
+    except DeploymentUnavailableError:  # it has no replicas now
         return Answers(reports=[])
     except Exception as error:
         logger.warning("no %s of %s: %s", method, handle.deployment_name, described(error))

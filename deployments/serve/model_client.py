@@ -1,4 +1,4 @@
-"""The replicas of one model as the API uses them: `generate`, the model info, and whether a replica answers."""
+"""Connects the API to the replicas of a model."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import ServedModel
 from app.config import ServedModelConfig
-from app.engine.request import Generate, ModelInfo, Pooling
-from app.errors import InvalidSetup, Overloaded
+from app.engine.request import Generate, ModelInfo
+from app.errors import Overloaded
 from app.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
-from deployments.serve.settings import groups_of
+from deployments.serve.settings import groups_of, pooling_of
 from deployments.serve.transport import ServeTransport, to_carousel_error
 
 logger = logging.getLogger(__name__)
 
 
-# By the name of the replica deployment. Serve constructs the routers and passes them no registry, so routers import it.
+# By deployment name. Serve constructs routers and cannot pass them a registry, so they import this module to find it.
 _registries: dict[str, ReplicaRegistry] = {}
 
 
 def registry_of(deployment: str) -> ReplicaRegistry | None:
-    """Return the registry of a deployment; None if this process sends no requests to the deployment."""
+    """Return a deployment's registry, or None if this process sends it no requests."""
     return _registries.get(deployment)
 
 
 class ModelClient:
-    """All replicas of one model, behind the handle of their deployment."""
+    """All replicas of a model, behind their deployment's handle."""
 
     def __init__(self, model: ServedModelConfig, handle: DeploymentHandle, metrics: FleetMetrics) -> None:
-        """The handle must be unused: the handle's router looks for the registry once, at the first use."""
+        """handle: must be unused, because its router looks for the registry only once, on first use."""
         replicas = model.replicas
         registry = ReplicaRegistry(
             make_policy(replicas.dispatch, random.Random()),
-            GroupChooser([] if replicas.roles else groups_of(model)),
-            has_roles=replicas.roles is not None,
+            GroupChooser([] if replicas.prefill_replicas else groups_of(model)),
+            has_roles=replicas.prefill_replicas is not None,
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )
         _registries[model.deployment_name] = registry
-        # The router must run on this event loop: the registry and the router have no locks.
+        # Neither the registry nor the router uses locks, so the router must run on this event loop.
         route_in_this_loop(handle)
         self._handle = handle
         limits = FailoverLimits(
@@ -62,12 +62,12 @@ class ModelClient:
         self.generate: Generate = self.fleet.generate
 
     async def model_info(self) -> ModelInfo:
-        """Return the model info of a replica. Waits until a replica runs; raises if the replicas cannot start."""
+        """Return the model info. Waits until a replica runs; raises if the replicas cannot start."""
         model_info: ModelInfo = await self._handle.facts.remote()
         return model_info
 
     async def answers(self) -> bool:
-        """Return whether a replica answers now. A replica that refuses because it is full counts as an answer."""
+        """Return whether a replica answers within three seconds. Being refused because all are full counts as well."""
         ready_timeout_s = 3.0
         try:
             await asyncio.wait_for(self.model_info(), ready_timeout_s)
@@ -77,7 +77,7 @@ class ModelClient:
 
 
 async def served_model(model: ServedModelConfig, path: str, client: ModelClient) -> ServedModel:
-    """Return the model for `app.api`, once a replica runs. `path`: the resolved folder of the model."""
+    """Return the model for `app.api`. Waits until a replica runs. path: the model's resolved folder."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.engine.model.revision)
     form = await asyncio.to_thread(_tool_format, model.tool_parser, tokenizer)
     model_info = await client.model_info()
@@ -95,17 +95,6 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         deadline_s=model.deadline_s,
         prices=model.prices,
     )
-
-
-def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | None:
-    """Return how a model pools embeddings; None if it has none. Raises InvalidSetup for a pooling it cannot do."""
-    if model.pooling == "none" or model_info.embedding_size is None:
-        return None
-    if model.pooling == "auto":
-        return Pooling(model_info.pooling or Pooling.LAST)
-    if model.pooling == "cls" and model_info.generates:
-        raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
-    return Pooling(model.pooling)
 
 
 def _tool_format(parser: str, tokenizer: Tokenizer) -> ToolFormat | None:

@@ -1,7 +1,7 @@
 """Exports metrics under vLLM's names through `ray.util.metrics`, for the LLM board of Ray's dashboard.
 
-The board joins these metrics with Serve's metrics by process, so each process exports only its own measurements: an
-ingress exports the metrics of requests, a replica the metrics of its engine.
+The board joins these metrics with Serve's by process, so each process exports only its own: an ingress those of
+requests, a replica those of its engine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from app.metrics.vllm_names import ModelReport, vllm_families
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 10.0  # the period of Ray's agents
-# The metrics on Ray's board, without those counted for each token or step, because each value costs one call of Ray.
+_EVERY_S = 10.0  # the period at which Ray's agents export
+# The metrics on Ray's board, apart from those with a value per token or step, because each value costs a call of Ray.
 _OF_REQUESTS = (
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:time_to_first_token_seconds",
     "vllm:request_time_per_output_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens",
@@ -37,13 +37,13 @@ _OF_ENGINES = (
 
 
 def families_of_requests(requests: Snapshot) -> list[Metric]:
-    """Return the metric families of an ingress."""
+    """Return the metric families that an ingress exports."""
     reports = [ModelReport(name, model, (), EngineCounts()) for name, model in requests.items()]
     return [each for each in vllm_families(reports) if each.name in _OF_REQUESTS]
 
 
 def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
-    """Return the metric families of a replica's engine."""
+    """Return the metric families that a replica exports for its engine."""
     no_requests = RequestMetrics([model_name]).snapshot()[model_name]
     reports = [ModelReport(model_name, no_requests, [gauges_of(report)], counts_of(report))]
     return [each for each in vllm_families(reports) if each.name in _OF_ENGINES]
@@ -51,7 +51,7 @@ def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class ValueBucket:
-    """The number of a histogram's values in the range (lower, upper]."""
+    """How many of a histogram's values are in the range (lower, upper]."""
 
     lower: float
     upper: float
@@ -59,25 +59,25 @@ class ValueBucket:
 
 
 class RayMetrics:
-    """Exports metrics to Ray: Ray's counters take differences, so this object stores the values exported so far."""
+    """Exports metrics to Ray. Ray's counters require differences, so this object stores the last exported values."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """`families` returns the metric families of the process, with counts since its start."""
+        """families: returns the process's metric families, with counts since its start."""
         self._families = families
-        self._handed: dict[tuple[str, tuple[str, ...]], float] = {}  # by the sample's name and labels
+        self._handed: dict[tuple[str, tuple[str, ...]], float] = {}  # last exported value, by sample name and labels
         self._made: dict[str, Any] = {}  # Ray's metrics, by name
 
     async def hand_over_for_ever(self) -> None:
-        """Call `hand_over` every ten seconds."""
+        """Call `hand_over` every ten seconds. Logs errors, and never returns."""
         while True:
             await asyncio.sleep(_EVERY_S)
             try:
                 await self.hand_over()
-            except Exception as error:  # no request needs this
-                logger.warning("Ray's metrics got nothing: %s", described(error))
+            except Exception as error:  # requests work without these metrics
+                logger.warning("metrics could not be exported to Ray: %s", described(error))
 
     async def hand_over(self) -> None:
-        """Export the new values to Ray, one call for each value. Other tasks run between two families."""
+        """Export the new values, one call of Ray for each. Lets other tasks run between two families."""
         for family in self._families():
             self._hand_over(family)
             await asyncio.sleep(0)
@@ -111,7 +111,7 @@ class RayMetrics:
             metric.inc(new, tags=sample.labels)
 
     def _new_values(self, family: Metric) -> Iterator[tuple[dict[str, str], list[ValueBucket], float]]:
-        """Yield the labels, new bucket counts and new sum of each histogram. Samples come as buckets, count, sum."""
+        """Yield (labels, new bucket counts, new sum) for each histogram, whose samples are buckets, count, sum."""
         buckets: list[ValueBucket] = []
         lower = below = 0.0
         for sample in family.samples:
@@ -133,15 +133,15 @@ class RayMetrics:
 
 
 def representatives(buckets: Sequence[ValueBucket], total: float) -> list[tuple[float, float]]:
-    """Return (value, count) pairs with the given bucket counts and, if the buckets allow it, the given sum.
+    """Return (value, count) pairs that reproduce the bucket counts and, if the buckets allow it, the sum.
 
-    Every value lies at the same share of its bucket's width. The last bucket ends at twice its lower bound.
+    Every value lies at the same share of its bucket's width. The last bucket is taken to end at twice its lower bound.
     """
     filled = [each for each in buckets if each.count]
     least = sum(each.count * each.lower for each in filled)
     width = sum(each.count * _width(each) for each in filled)
     share = min(1.0, max(0.0, (total - least) / width)) if width else 0.0
-    # A value equal to the lower bound would fall into the previous bucket.
+    # A value at the lower bound itself would fall into the previous bucket.
     return [(each.lower + max(share, 1e-6) * _width(each), each.count) for each in filled]
 
 

@@ -1,7 +1,4 @@
-"""The replica deployment: serves one engine over a socket and adds no behaviour to the engine.
-
-Calls through Serve's handle are for control only.
-"""
+"""The replica deployment: serves an engine's requests over a socket, and its control calls through Serve's handle."""
 
 from __future__ import annotations
 
@@ -39,10 +36,10 @@ from deployments.threads import AskedThreads, keep_near, keep_waits_for_the_inte
 
 
 class Replica(StopsWithServe):
-    """One Serve actor with one device and one engine."""
+    """A Serve actor with one device and one engine."""
 
     def __init__(self, model: ServedModelConfig, threads: AskedThreads) -> None:
-        """Load the weights and start the engine. `threads`: the `num_threads` of all engines of the application.
+        """Load the weights and start the engine. threads: `num_threads` of all engines of the application.
 
         Raises:
             InvalidSetup: the model cannot be served as configured.
@@ -70,20 +67,21 @@ class Replica(StopsWithServe):
         if model.replicas.num_gpus > 0:  # on two CPU cores, short waits cost a tenth of the tokens
             keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()
-        # Serve calls the constructor on the event loop. Naming causes would interrupt the engine's thread.
+        # Serve calls the constructor on the event loop. Naming causes of stalls would interrupt the engine's thread.
         self._loop.start(names_causes=False)
         to_ray = RayMetrics(lambda: families_of_engine(model.name, self._engine_report()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
 
     async def reconfigure(self, user_config: object, rank: ReplicaRank) -> None:
-        """Apply a `user_config` and a rank. Serve calls this at the start and whenever one of the two changes.
+        """Apply a `user_config` and a rank. Serve calls this after construction and whenever one of them changes.
 
-        `user_config` is `{"scheduler": {...}}`, see `settings.apply_override`. The rank decides the group: a replica
-        that gets the rank of an ended replica takes its group, so every group has a replica after updates and scaling.
+        `user_config` is `{"scheduler": {...}}`, see `settings.apply_override`. The rank determines the group: a replica
+        that inherits an ended replica's rank also inherits its group, so that no group is empty after updates and
+        scaling.
 
-        Returns once the settings are in force, so Serve reports the deployment as healthy only when every replica has
-        the settings. No request is lost. Raises InvalidSetup if the settings cannot apply; Serve's status then shows
-        the reason if a `user_config` was the cause.
+        Returns once the settings are in force, so that Serve reports the deployment as healthy only when all replicas
+        use them. No request is lost. Raises InvalidSetup if the settings cannot be applied, which Serve's status shows
+        if a `user_config` was the cause.
         """
         group, user_config = group_of_rank(rank.rank, groups_of(self._model)), user_config or {}
         if (group, user_config) == (self._group, self._user_config):
@@ -101,9 +99,9 @@ class Replica(StopsWithServe):
         self._group = group
 
     async def gossip(self, table: Table = MappingProxyType({})) -> GossipAnswer:
-        """Merge the table of another process, apply the changes, and return the state of this replica.
+        """Merge another process's table, apply the changes, and return this replica's state.
 
-        An override that was made under a different `user_config` is ignored.
+        Ignores an override that was made under another `user_config`.
         """
         before, override = self._table, table.get(OVERRIDE)
         if override is not None and override.value.user_config not in (None, self._user_config):
@@ -134,7 +132,7 @@ class Replica(StopsWithServe):
         return self._tuned if override is None else override.value.applied_to(self._tuned)
 
     def _configured_adapters(self, paths: Mapping[str, str]) -> Table:
-        """Return the table of the configured adapters. Loads each adapter once, so an unusable one fails the start."""
+        """Return the table of configured adapters. Loads each once, so that an unusable one prevents the start."""
         if paths and self._engine.adapters is None:
             raise InvalidSetup(f"models[].adapters: got {', '.join(paths)}; {NO_ADAPTERS}")
         found = {name: adapter_at(name, path) for name, path in paths.items()}
@@ -144,7 +142,7 @@ class Replica(StopsWithServe):
         return {name: Entry(0.0, adapter) for name, adapter in found.items()}
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Load an adapter that is not served yet. Raises UnsupportedAdapter, or Overloaded if there is no room."""
+        """Load an adapter that is not served yet. Raises UnsupportedAdapter, or Overloaded if memory is full."""
         if self._engine.adapters is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
         adapter = await asyncio.to_thread(adapter_at, name, path)
@@ -152,12 +150,12 @@ class Replica(StopsWithServe):
         return adapter
 
     async def frame_address(self, caller: FramesFrom) -> Address:
-        """Return the address of this replica's socket for requests and frames, after merging the caller's table."""
+        """Merge the caller's table, and return the address of this replica's socket for requests and tokens."""
         await self.gossip(getattr(caller, "table", {}))
         return await self._frame_server.open()
 
     def facts(self) -> ModelInfo:
-        """Return the model info of the engine."""
+        """Return the engine's model info."""
         return self._engine.model_info
 
     def stats(self) -> EngineStats:
@@ -165,11 +163,11 @@ class Replica(StopsWithServe):
         return self._engine.stats()
 
     def _metrics(self) -> bytes:
-        """Return the encoded metrics that the frame server sends to ingresses for /metrics."""
+        """Return the encoded metrics, which the frame server sends to ingresses for /metrics."""
         return encoded(replica_metrics(self._model.name, self._engine_report(), self.record_autoscaling_stats()))
 
     def _engine_report(self) -> EngineReport:
-        """Return the counts and measurements of the engine."""
+        """Return the engine's counts and measurements."""
         return EngineReport(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             stats=self._engine.stats(),
@@ -179,15 +177,15 @@ class Replica(StopsWithServe):
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the values for the autoscaling policy. Serve calls this every two seconds."""
+        """Return the values that the autoscaling policy needs. Serve calls this every two seconds."""
         return use_of(self._engine.stats(), self._engine.measurements())
 
     def check_health(self) -> None:
-        """Raise if the engine no longer runs. Serve calls this and replaces a replica that raises."""
+        """Raise if the engine no longer runs. Serve then replaces the replica."""
         self._engine.check_health()
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
-        """See `StopsWithServe`. The coroutine drains the requests on sockets, because Serve does not count them."""
+        """See `StopsWithServe`. The coroutine drains requests on sockets, which Serve does not count."""
         if not hasattr(self, "_frame_server"):  # the constructor has failed
             return None
         if not self._frame_server.is_idle:

@@ -1,4 +1,4 @@
-"""The common part of the processes that send requests to replicas: the ingresses and the batches process."""
+"""The base of the processes that send requests to replicas: the ingresses and the batches process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from deployments.serve.tracing import tracer_of_environment
 
 
 class Sender:
-    """One process with a client of each model, the API keys, its metrics, and the gossip with other processes."""
+    """Holds a client for each model, the API keys, the metrics, and the gossip with other processes."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Sender:
         batches: DeploymentHandle | None = None,
         pools: SharedPools | None = None,
     ) -> None:
-        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
+        """paths, handles: resolved model paths and replica deployments, by model name.
 
-        `batches`: the batches deployment; None in the batches process itself. The accounts of all keys share `pools`.
+        batches: the batches deployment, or None in its own process. pools: shared by the accounts of all keys.
         """
         log_where_serve_does()
         return_freed_memory()
-        allow_many_files()  # on a cluster no launcher has raised the limit
+        allow_many_files()  # on a cluster, no launcher has raised the limit
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths
@@ -76,7 +76,7 @@ class Sender:
         }
 
     async def make_handler(self) -> RequestHandler:
-        """Return the handler that answers requests, once a replica of every model runs. Starts background tasks."""
+        """Return the handler of requests. Waits until a replica of every model runs, and starts background tasks."""
         models = [
             await served_model(model, self._paths[model.name], self._clients[model.name])
             for model in self._config.models
@@ -100,8 +100,8 @@ class Sender:
         return handler
 
     def exchange_usage(self, owner: Owner) -> None:
-        """Start to report the usage of this process to the owner of the ledger."""
-        assert self._config.batches is not None, "the ledger is in the folder of batches"
+        """Start a task that reports this process's usage to the owner of the ledger."""
+        assert self._config.batches is not None, "the ledger is stored in the batches folder"
         authenticator, folder = self._keys.authenticator, Path(self._config.batches.path) / JOURNALS
         exchange = UsageExchange(
             authenticator.pools.usage,
@@ -112,15 +112,15 @@ class Sender:
         self._exchanging = asyncio.create_task(exchange.run())
 
     def check_health(self) -> None:
-        """Raise if the keys file is no longer checked for revoked keys. Serve replaces a process that raises."""
+        """Raise if the keys file is no longer checked for revoked keys. Serve then replaces the process."""
         self._keys.check_health()
 
     async def metrics_report(self) -> IngressReport:
-        """Return the measurements of this process, for the ingress that answers the scrape."""
+        """Return this process's metrics, for the ingress that answers a scrape."""
         return self._metrics.report()
 
     def later_counts(self, known: KnownCounts) -> LaterCounts:
-        """Return the counts that this process knows and the ingress that answers the scrape lacks."""
+        """Return the counts that this process knows and the ingress that answers a scrape lacks."""
         return self._metrics.later_counts(known)
 
     def admin_report(self) -> ProcessReport:
@@ -134,16 +134,16 @@ class Sender:
         )
 
     def note_gossip(self, model: str, table: Table) -> None:
-        """Take the table of a process that has loaded or unloaded adapters or has switched a model's scheduler."""
+        """Merge the table of a process that has changed a model's adapters or scheduler."""
         self._gossip[model].note(table)
 
     async def collect_admin_reports(self) -> Answers[ProcessReport]:
-        """Return the reports of all processes that send requests and answer in time, including this process."""
+        """Return the reports of all processes that send requests, including this one, if they answer in time."""
         asked = await asyncio.gather(
             *(answers_of(handle, "admin_report") for handle in (this_deployment(), *self._other_senders))
         )
         reports = {report.process: report for each in asked for report in each.reports}
-        ours = self.admin_report()  # Serve's routing may not know this process yet
+        ours = self.admin_report()  # Serve may not know this process yet
         return Answers(
             reports=list((reports | {ours.process: ours}).values()), num_missing=sum(each.num_missing for each in asked)
         )

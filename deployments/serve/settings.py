@@ -1,4 +1,4 @@
-"""Reads and checks `serve.yaml` before anything starts. Imports no Ray, so that the check is quick."""
+"""Reads and checks `serve.yaml` before anything starts. Does not import Ray, so that this is quick."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from app.config import (
     suggestion,
 )
 from app.config.checks import check_branches
+from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup
 from app.fleet.dispatch import Group, groups_of_roles
 from app.model.foreseen import check_model, check_path
@@ -37,14 +38,14 @@ from app.webhooks.receiver import check_default
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 SERVE_YAML = PROJECT / "deployments" / "serve.yaml"  # the default file
-BATCHES_CPUS = 0.1  # cores reserved for the batches process, which mostly waits for replicas and disks
+BATCHES_CPUS = 0.1  # reserved for the batches process, which mostly waits for replicas and disks
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-# Cores that Ray reserves for an ingress, which may use a whole core. The reservation is small so that two replicas of
-# half a core, an ingress and its successor in an update fit on two cores. A larger node has cores left for the ingress.
+# Reserved for an ingress, which may use a whole core. The reservation is small, so that two replicas of half a core, an
+# ingress and its successor in an update fit on two cores. Larger nodes have cores to spare.
 INGRESS_CPUS = 0.25
 
 
-# The names of Serve's settings at each level; a test compares them with Serve's schema. Our settings are in `args`.
+# The names of Serve's settings by level, which a test compares with Serve's schema. Our own settings are in `args`.
 SERVE_NAMES: Mapping[str, tuple[str, ...]] = {
     "": (
         "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
@@ -79,21 +80,21 @@ class _HttpOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFile:
-    """The parts of a Serve config file that the launcher acts on; Serve reads the rest."""
+    """The parts of a Serve config file that the launcher needs. Serve reads the rest."""
 
     host: str
     port: int
-    applications: dict[str, ApplicationConfig]  # the applications of this project, by name
-    # The models with valid settings, each with its place in `args`, even if their application has a mistake elsewhere.
+    applications: dict[str, ApplicationConfig]  # only those of this project, by name
+    # (path in `args`, model), for all models with valid settings, even if their application contains other mistakes.
     models: tuple[tuple[str, ServedModelConfig], ...] = ()
 
 
 class Mistakes(list[str]):
-    """A list of mistakes, one line each."""
+    """A list of mistakes, each of which is a line for the user."""
 
     @contextmanager
     def noted(self, at: str = "") -> Iterator[None]:
-        """Note an InvalidSetup and suppress it. at: the path of the setting, if the error does not name the setting."""
+        """Return a context that records an InvalidSetup and suppresses it. at: a prefix that names the setting."""
         try:
             yield
         except InvalidSetup as error:
@@ -101,7 +102,7 @@ class Mistakes(list[str]):
 
 
 def read_serve_file(path: Path) -> ServeFile:
-    """Read and check a Serve config file. Raises InvalidSetup with one line per mistake."""
+    """Read and check a Serve config file. Raises InvalidSetup with a line per mistake."""
     file, mistakes = examined(path)
     if mistakes:
         raise InvalidSetup("\n".join(mistakes))
@@ -109,9 +110,9 @@ def read_serve_file(path: Path) -> ServeFile:
 
 
 def examined(path: Path) -> tuple[ServeFile, Mistakes]:
-    """Return the valid parts of a Serve config file, and all mistakes in the file.
+    """Return the valid parts of a Serve config file, and all its mistakes.
 
-    Raises InvalidSetup if the file is not a Serve config file for this project.
+    Raises InvalidSetup if the file is not a Serve config file with an application of this project.
     """
     document = read_yaml(path)
     entries = document.get("applications") if isinstance(document, dict) else None
@@ -129,18 +130,20 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
     models: list[tuple[str, ServedModelConfig]] = []
     for name, entry in ours.items():
         at = place_in(name, ours)
-        models += ((f"{at}: {where}" if at else where, model) for where, model in _models_in(entry.get("args")))
         with mistakes.noted(at):
             applications[name] = config = parse(entry.get("args"))
             with mistakes.noted(at):
                 _check_user_configs(config, _deployments_of(entry))
             with mistakes.noted(at):
                 _check_keys(check_exposure(http.host, config.api), config)
+        parsed = applications.get(name)
+        found = _models_in(entry.get("args")) if parsed is None else enumerate(parsed.models)
+        models += ((f"{at}: models[{index}]".removeprefix(": "), model) for index, model in found)
     return ServeFile(host=http.host, port=http.port, applications=applications, models=tuple(models)), mistakes
 
 
 def place_in(application: str, all_of_them: Collection[str]) -> str:
-    """Return the prefix that names an application in a mistake; empty if there is only one application."""
+    """Return a prefix that names an application in mistakes, which is empty if there is only one."""
     return f"application {application!r}" if len(all_of_them) > 1 else ""
 
 
@@ -152,7 +155,7 @@ def _deployments_of(application: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each unknown name. Serve would ignore such names without a message."""
+    """Yield a mistake for each unknown name of Serve's settings. Serve would silently ignore these."""
     yield from _unknown(document, "", "")
     for name in ("http_options", "grpc_options", "logging_config"):
         yield from _unknown(document.get(name), name, name)
@@ -168,26 +171,27 @@ def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
 def _unknown(given: object, level: str, at: str) -> Iterator[str]:
     known = SERVE_NAMES[level]
     for name in given if isinstance(given, dict) else ():
-        if name not in known and not str(name).startswith("x-"):  # `x-` names hold YAML anchors that are used elsewhere
+        if name not in known and not str(name).startswith("x-"):  # `x-` marks entries that only define YAML anchors
             yield f"{at}.{name}: no such setting{suggestion(str(name), known)}".lstrip(".")
 
 
-def _models_in(args: object) -> Iterator[tuple[str, ServedModelConfig]]:
+def _models_in(args: object) -> Iterator[tuple[int, ServedModelConfig]]:
+    """Yield the models with valid settings, each with its number in `args`."""
     given = args.get("models") if isinstance(args, dict) else None
     for index, model in enumerate(given if isinstance(given, list) else ()):
         with suppress(ValidationError):
-            yield f"models[{index}]", ServedModelConfig.model_validate(model)
+            yield index, ServedModelConfig.model_validate(model)
 
 
 def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bool = True) -> Mistakes:
     """Return all mistakes in the files of a model, its draft model and its adapters.
 
-    where: the place of the model in the config. are_all_here: whether an absolute path that does not exist on this
-    machine is a mistake. On a cluster, the file may be on other machines.
+    where: the model's path in the config. are_all_here: whether an absolute path must exist on this machine; on a
+    cluster, the files may be on other machines.
     """
     mistakes, engine = Mistakes(), served.engine
 
-    def may_be_elsewhere(path: str) -> bool:  # a GGUF file is read on this machine, while the application is built
+    def may_be_elsewhere(path: str) -> bool:  # not GGUF files, which building the application reads here
         is_absolute = os.path.isabs(os.path.expanduser(path))
         return not are_all_here and is_absolute and not path.endswith(".gguf") and existing_place(path) is None
 
@@ -197,7 +201,7 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
                 continue
             if engine.model.simulated is None:
                 check_model(engine.model if path == engine.model.path else ModelConfig(path=path))
-            else:  # a simulated model has no weights and reads only the tokenizer
+            else:  # a simulated model needs only the tokenizer
                 check_path(path)
     for name, path in served.adapters.items():
         with mistakes.noted(f"{where}.adapters.{name}"):
@@ -207,14 +211,14 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
 
 
 def parse(args: object) -> ApplicationConfig:
-    """Return the checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
+    """Parse and check an application's `args`. Raises InvalidSetup with a line per mistake."""
     config = validated(ApplicationConfig, args if args is not None else {})
     check(config)
     return config
 
 
 def validated(kind: type[SettingsT], given: object, *, at: str = "") -> SettingsT:
-    """Return settings from plain values, which are at path `at`. Raises InvalidSetup with one line per mistake."""
+    """Parse plain values as settings. at: their path, for messages. Raises InvalidSetup with a line per mistake."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -222,10 +226,10 @@ def validated(kind: type[SettingsT], given: object, *, at: str = "") -> Settings
 
 
 def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
-    """Return the keys in the keys file of an application; none without a file. host: the address that Serve listens on.
+    """Return the keys in an application's keys file, if it has one. host: the address that Serve listens on.
 
-    Raises InvalidSetup for mistakes in the file, or if other machines could use the application without a key although
-    no setting allows that.
+    Raises InvalidSetup if the file contains mistakes, or if other machines could use the application without a key
+    and no setting allows it.
     """
     if config.keys_file is not None:
         return read_keys(Path(config.keys_file))
@@ -239,7 +243,7 @@ def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
-    """Return the API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
+    """Return the API keys in a file. Raises InvalidSetup, with a line per mistake, also if there are none."""
     hint = "`carousel key NAME` prints an entry"
     if not os.path.isfile(os.path.expanduser(path)):
         raise InvalidSetup(f"api.keys_file: there is no file {path}; {hint} for the list in the file")
@@ -250,13 +254,13 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
         return KeysConfig.model_validate({"keys": entries}).keys
     except ValidationError as error:
         mistakes = [str(path) + line.removeprefix("keys") for line in mistakes_of(error, KeysConfig)]
-        raise InvalidSetup("\n".join(mistakes)) from None  # the cause would show the content of the file
+        raise InvalidSetup("\n".join(mistakes)) from None  # the cause would reveal the file's content
 
 
 def asked_threads(config: ApplicationConfig) -> list[int | None]:
     """Return `model.num_threads` for every rank of every engine that can run at once.
 
-    Simulated engines are left out, because they compute nothing.
+    Omits simulated engines, because they compute nothing.
     """
     models = [model for model in config.models if model.engine.model.simulated is None]
     return [
@@ -267,23 +271,23 @@ def asked_threads(config: ApplicationConfig) -> list[int | None]:
 
 
 def max_replica_requests(model: ServedModelConfig) -> int:
-    """Return the maximum number of requests on one replica: `max_requests` normal and as many background requests."""
+    """Return the most requests on one replica: `max_requests` normal ones and as many background requests."""
     return 2 * model.engine.scheduler.max_requests
 
 
 def max_ingress_requests(config: ApplicationConfig) -> int:
-    """Return the maximum number of requests that one ingress serves at once.
+    """Return the most requests that an ingress may serve at once.
 
-    The limit is twice the capacity of all replicas. The ingress then has room to answer 429 itself, with an OpenAI
-    body. A single account may use half of the limit, so one account can still fill the replicas.
+    The limit is twice the capacity of all replicas, so that the ingress itself can respond to the excess with 429 and
+    an OpenAI body. A single account may use half of it, which still fills the replicas.
     """
     held = sum(max_replica_requests(model) * model.replicas.max_replicas for model in config.models)
-    min_ingress_requests = 256  # for replicas with little capacity: most requests then never reach a replica
+    min_ingress_requests = 256  # for replicas with little capacity, which most requests never reach
     return max(2 * held, min_ingress_requests)
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Raises InvalidSetup without the content, because the file may contain keys."""
+    """Read a YAML file. Raises InvalidSetup, without quoting the file, because it may contain keys."""
     try:
         return yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except OSError as error:
@@ -291,13 +295,13 @@ def read_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise InvalidSetup(f"{path}: is not YAML: mistake{line}") from None
-    except Exception as error:  # PyYAML raises other types as well, such as ValueError for the date 2024-13-45
+    except Exception as error:  # PyYAML also raises others, such as ValueError for the date 2024-13-45
         raise InvalidSetup(f"{path}: is not YAML: {type(error).__name__}") from None
 
 
 def check(config: ApplicationConfig) -> None:
-    """Run the checks that need more than `app.config`. Raises InvalidSetup, which names the field."""
-    try:  # `app.config` has checked this, but pydantic does not validate a changed copy
+    """Run the checks that `app.config` cannot run by itself. Raises InvalidSetup, which names the setting."""
+    try:  # again, because pydantic does not validate changed copies
         check_branches(config.models, config.pipelines)
     except ValueError as error:
         raise InvalidSetup(str(error)) from error
@@ -308,12 +312,12 @@ def check(config: ApplicationConfig) -> None:
 
 
 def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
-    """Return the deployed scheduler settings with the changes of a `user_config`.
+    """Return the deployed scheduler settings, changed by a `user_config`.
 
-    Changes apply to the deployed settings, so the result does not depend on any earlier `user_config`.
+    Changes always apply to the deployed settings, so the result does not depend on an earlier `user_config`.
 
     Raises:
-        InvalidSetup: `user_config` names a setting that cannot change while a replica runs, or a value is wrong.
+        InvalidSetup: a value is wrong, or a setting is named that cannot change while a replica runs.
     """
     given = user_config if isinstance(user_config, dict) else {"": user_config}
     for name in given.keys() - {"scheduler"}:
@@ -340,10 +344,21 @@ def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerC
 
 def groups_of(model: ServedModelConfig) -> list[Group]:
     """Return the dispatch groups of a model: its roles, or else the groups of its trial."""
-    roles = model.replicas.roles
-    if roles is not None:
-        return groups_of_roles(prefill=roles.prefill, decode=roles.decode)
+    num_prefill = model.replicas.prefill_replicas
+    if num_prefill is not None:
+        return groups_of_roles(prefill=num_prefill, decode=model.replicas.num_replicas - num_prefill)
     return [Group(group.name, group.share, model.scheduler_of(group.name).preset) for group in model.replicas.groups]
+
+
+def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | None:
+    """Return how a model pools embeddings, or None if it has none. Raises InvalidSetup for unsupported pooling."""
+    if model.pooling == "none" or model_info.embedding_size is None:
+        return None
+    if model.pooling == "auto":
+        return Pooling(model_info.pooling or Pooling.LAST)
+    if model.pooling == "cls" and model_info.generates:
+        raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
+    return Pooling(model.pooling)
 
 
 def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
@@ -366,7 +381,7 @@ def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
-    """Check the `user_config` of each deployment before it reaches the replicas. Raises InvalidSetup."""
+    """Check each deployment's name and `user_config` before Serve passes it to replicas. Raises InvalidSetup."""
     models = {model.deployment_name: model for model in config.models}
     known = [*models, "ingress", *(("batches",) if config.batches is not None else ())]
     for index, deployment in enumerate(deployments):

@@ -1,8 +1,8 @@
-"""Sends the spans of requests to a collector over OTLP if OpenTelemetry's environment variables name a collector.
+"""Sends the spans of requests to a collector over OTLP, if OpenTelemetry's environment variables name one.
 
-`OTEL_EXPORTER_OTLP_ENDPOINT` (or `..._TRACES_ENDPOINT`) turns tracing on. OpenTelemetry's SDK reads the variables for
-headers, certificates, the sampler and the service's name. The SDK sends spans from a thread of its own and drops spans
-if the collector is too slow.
+`OTEL_EXPORTER_OTLP_ENDPOINT` (or `..._TRACES_ENDPOINT`) enables tracing. OpenTelemetry's SDK reads the variables for
+headers, certificates, the sampler and the service's name. It sends spans from its own thread, and drops them if the
+collector is too slow.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from app.errors import described
 
 logger = logging.getLogger(__name__)
 
-_EXPORTERS = {  # by protocol; the gRPC exporter is a separate package
+_EXPORTERS = {  # by protocol; gRPC's is a separate package
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
 
 
 def tracer_of_environment() -> Tracer | None:
-    """Return the tracer that the environment asks for, or None. A missing OpenTelemetry package logs a warning."""
+    """Return the tracer that the environment asks for, or None. Only logs a warning if OpenTelemetry is missing."""
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     if not any(os.environ.get(name) for name in endpoints) or os.environ.get("OTEL_SDK_DISABLED", "") == "true":
         return None
@@ -39,10 +39,10 @@ def tracer_of_environment() -> Tracer | None:
 
 
 class OtlpTracer:
-    """Turns the traces of requests into spans of OpenTelemetry's SDK, which batches and sends the spans."""
+    """Converts requests' traces to spans of OpenTelemetry's SDK, which batches and sends them."""
 
     def __init__(self) -> None:
-        """Raises ImportError if the exporter of the protocol is not installed."""
+        """Raises ImportError if the exporter for the protocol is not installed."""
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -55,7 +55,7 @@ class OtlpTracer:
         service_name = "carousel"
         resource = Resource.create({} if is_named else {"service.name": service_name})
         self._ids = _Ids()
-        # The process-wide provider may be Ray's, so this tracer has its own provider.
+        # The process-wide provider may be Ray's, so this tracer uses its own.
         self._provider = TracerProvider(resource=resource, id_generator=cast(Any, self._ids))
         self._provider.add_span_processor(BatchSpanProcessor(_exporter()))
         self._tracer = self._provider.get_tracer("carousel")
@@ -63,7 +63,7 @@ class OtlpTracer:
         self._api: Any = trace
 
     def record(self, trace: RequestTrace) -> None:
-        """Create the spans of a request that has ended. Errors are logged."""
+        """Create the spans of an ended request. Never raises; errors are logged."""
         try:
             self._record(trace)
         except Exception as error:  # a request must not fail because of its trace
@@ -92,12 +92,12 @@ class OtlpTracer:
         root.end(trace.ended_ns)
 
     def close(self) -> None:
-        """Send the remaining spans and stop the SDK's thread."""
+        """Send all remaining spans and stop the SDK's thread."""
         self._provider.shutdown()
 
 
 class _Ids:
-    """An `IdGenerator` for the SDK: ids are random, unless the next trace brings its own id."""
+    """An `IdGenerator` for the SDK. Ids are random, unless `of_next_trace` is set."""
 
     def __init__(self) -> None:
         self.of_next_trace: int | None = None
@@ -109,7 +109,7 @@ class _Ids:
         return self.of_next_trace or random.randrange(1, 2**128)
 
     def is_trace_id_random(self) -> bool:
-        return True  # a trace's own id is a hash, which is spread evenly enough for samplers
+        return True  # ids of traces are hashes, which are random enough for samplers
 
 
 def _exporter() -> Any:

@@ -1,4 +1,4 @@
-"""Connects a fleet to its replicas: Serve's handle returns their addresses; requests and tokens use sockets."""
+"""Connects a fleet to its replicas. Serve's handle provides their addresses; requests and tokens use sockets."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from app.config import PolicyConfig, SchedulerConfig, StrategyConfig
 from app.errors import CarouselError, Failure, Overloaded, Unavailable
 from app.fleet import Address, FrameReader, Table, connect
 
-OVERRIDE = ""  # the name of the scheduler's override in a table; every other name is an adapter's
+OVERRIDE = ""  # the key of the scheduler's override in a table; all other keys are names of adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOverride:
-    """The strategy and the policy to which an admin has switched a model's replicas; None: as deployed."""
+    """The strategy and policy to which an admin has switched a model's replicas. None keeps the deployed one."""
 
     strategy: StrategyConfig | None
     policy: PolicyConfig | None
-    user_config: object = None  # the `user_config` of the replica that applied the override; None: not applied yet
+    user_config: object = None  # the `user_config` under which a replica has applied it; None if not yet
 
     @property
     def is_empty(self) -> bool:
-        """Whether both strategy and policy are as deployed."""
+        """Whether the override changes nothing."""
         return (self.strategy or self.policy) is None
 
     def applied_to(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Return `config` with the strategy and the policy of this override."""
+        """Return `config` with this override's strategy and policy."""
         given = {"strategy": self.strategy, "policy": self.policy}
         return config.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class FramesFrom:
-    """The argument of `Replica.frame_address`, which names the replica to which the router must send the call.
+    """The argument of `Replica.frame_address`, which tells the router to which replica it must send the call.
 
-    A replica that was started later learns the table. During an update of the code, ingresses and replicas of the
-    previous version read the fields by position, so new fields go to the end, and a receiver may not find them.
+    It also brings the table to replicas that have started later. During an update, processes of the previous version
+    read the fields by position, so new fields must be appended, and receivers must expect that they are missing.
     """
 
     replica_id: str
-    switch: None = None  # `switch` and `adapters` are fields of version 598b9f6; a replica with tables ignores them
+    switch: None = None  # `switch` and `adapters` are only read by replicas of version 598b9f6
     adapters: Table = field(default_factory=dict)
     table: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipAnswer:
-    """One replica's table, scheduler settings and loaded adapters."""
+    """A replica's table, scheduler settings and loaded adapters."""
 
     replica_id: str
     table: Table
@@ -67,21 +67,21 @@ class GossipAnswer:
 
 
 class ServeTransport:
-    """`ReplicaTransport` over the handle of one replica deployment."""
+    """Implements `ReplicaTransport` by the handle of a replica deployment."""
 
     def __init__(self, handle: DeploymentHandle, ingress_id: str) -> None:
-        """`ingress_id` is unique for each process: a process that replaces another has a new id."""
+        """ingress_id: unique for each process, so that a restarted process has a new one."""
         self._handle = handle
         self._ingress_id = ingress_id
-        self.table: Table = {}  # the latest entries that this process knows
+        self.table: Table = {}  # the newest entries that this process knows
 
     async def wake(self) -> None:
-        """See `ReplicaTransport`. A waiting call makes Serve start a replica of a model that has none."""
+        """See `ReplicaTransport`. A call that waits makes Serve start a replica if there is none."""
         response = detached_call(self._handle.facts.remote)
         try:
             await answer_of(response)
         finally:
-            # Cancelling a failed call raises the error of the call again, in Serve's form.
+            # Cancelling a failed call raises its error again, wrapped by Serve.
             with suppress(Exception):
                 response.cancel()
 
@@ -92,31 +92,31 @@ class ServeTransport:
 
 
 def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
-    """Make a call through a handle, in an empty context: Serve must not count the call as part of an HTTP request.
+    """Make a call through a handle in an empty context, so that Serve does not see it as part of an HTTP request.
 
-    Serve identifies a call by the id of the HTTP request in whose context the call is made. If several calls had one
-    id (`n` choices), Serve's router would place the first call and forget the other calls. Serve would also cancel the
-    calls when the HTTP request ends, including the call that opens a connection for the tokens of all requests.
+    Serve identifies a call by the id of the HTTP request in whose context it is made. If several calls shared an id
+    (`n` choices), Serve's router would place the first and forget the others. Serve would also cancel all of them when
+    the HTTP request ends, even one that opens a connection for the tokens of all requests.
     """
     return Context().run(call, *arguments)
 
 
 async def answer_of(call: Awaitable[Any]) -> Any:
-    """Return the answer of a call to another process. Raises its error as `to_carousel_error` returns it."""
+    """Wait for a call to another process and return its result. Raises its error as a CarouselError."""
     try:
         return await call
     except CarouselError as error:
-        # Frames of Ray's keep the error of the other process, in whose traceback they are. Without its traceback the
-        # error is in no reference cycle, and it is not its own cause.
+        # The error's traceback refers to frames of Ray that refer to the error. Dropping the traceback breaks the
+        # cycle, and `from None` keeps the error from becoming its own cause.
         raise error.with_traceback(None) from None
     except Exception as error:
         raise to_carousel_error(error) from error
 
 
 def to_carousel_error(error: BaseException) -> CarouselError:
-    """Return the CarouselError that the other process raised, or a CarouselError for an exception of Ray or Serve.
+    """Return the CarouselError that another process has raised, or one that stands for an error of Ray or Serve.
 
-    The messages reach clients, so they name no host, path or class.
+    Its message reaches clients, so it must not reveal hosts, paths or classes.
     """
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause

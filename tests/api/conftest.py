@@ -45,3 +45,11 @@ def collected_as_served() -> None:
     """What is loaded is passed over by the garbage collector, as in a process that serves requests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _asks_again_soon() -> Iterator[None]:
+    """A client asks for a stored answer again in a moment while a new process opens the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.api.endpoints.stored_responses._ASK_AGAIN_S", 0.01)
+        yield

@@ -133,7 +133,7 @@ def test_what_is_refused(adapted: Adapted, body: Any, status: int, param: str) -
 SQL_STEPS: list[Any] = [
     [{"kind": "generate", "model": "sql"}],
     [{"kind": "cascade", "small": "sql", "large": "other"}],
-    [{"kind": "route", "by": "length", "cases": [{"model": "sql", "max_prompt_tokens": 9}, {"model": "other"}]}],
+    [{"kind": "route", "cases": [{"model": "sql", "max_prompt_tokens": 9}, {"model": "other"}]}],
     [{"kind": "embed", "model": "sql", "top_n": 1}, {"kind": "generate", "model": "sql"}],
 ]
 
@@ -173,7 +173,7 @@ CASES = [{"model": "demo", "examples": ["a"]}, {"model": "other", "examples": ["
     ("step", "field"),
     [
         ({"kind": "embed", "model": "sql", "index": "documents.jsonl"}, "model"),
-        ({"kind": "route", "by": "classifier", "classifier": "sql", "cases": CASES}, "classifier"),
+        ({"kind": "route", "classifier": "sql", "cases": CASES}, "classifier"),
     ],
 )
 def test_vectors_of_an_adapter_are_not_kept(tokenizer: Tokenizer, step: Any, field: str) -> None:

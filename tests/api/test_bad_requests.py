@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from app.api.http import body as http_body
 from app.api.schemas.fields import MAX_DETOKENIZED
 from app.api.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 from app.api.schemas.responses import LOGPROBS, ResponsesRequest
-from app.engine.request import Pooling
+from app.engine.request import Pooling, SamplingParams
 from app.text import Tokenizer
 from tests.kit.service import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
 
@@ -46,6 +47,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"top_k": 1.5}, "top_k", "valid integer"),
         ({"min_p": 2}, "min_p", "got 2"),
+        ({"top_n_sigma": -2}, "top_n_sigma", "greater than or equal to -1; got -2"),
+        ({"top_n_sigma": 1001}, "top_n_sigma", "less than or equal to 1000; got 1001"),
+        ({"top_n_sigma": "1"}, "top_n_sigma", "valid number; got '1'"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": -1}, "n", "got -1"),
         ({"n": 129}, "n", "n is 129; this server accepts at most 128"),
@@ -377,12 +381,9 @@ JSON = st.recursive(
     max_leaves=12,
 )
 FIELDS = (
-    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n stream stream_options stop "
-    "seed presence_penalty frequency_penalty repetition_penalty logit_bias min_tokens ignore_eos stop_token_ids user "
-    "priority deadline_s "
-    "tools tool_choice response_format logprobs best_of cache_salt request_id chat_template_kwargs echo suffix "
-    "prediction"
-).split()
+    "model messages prompt max_completion_tokens n stream stream_options stop user priority deadline_s "
+    "tools tool_choice response_format best_of cache_salt request_id chat_template_kwargs echo suffix prediction"
+).split() + [each.name for each in fields(SamplingParams)]
 LIKELY = st.sampled_from([0, 1, -1, 2, True, False, None, "demo", "Hi", [], {}, [1, 2], ["a"], [[1]], {"1": 1}, 1e308])
 _MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "x"]), "content": JSON | st.text()}), max_size=2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.request import FinishReason
+from app.engine.request import FILTERS, FinishReason
 from app.text import Tokenizer
 from tests.kit.service import MAX_MODEL_LEN, Service, last, say
 
@@ -70,9 +70,7 @@ def test_max_tokens_is_16_for_completions_and_the_rest_of_the_context_for_chats(
 def test_sampling_fields_reach_the_engine(service: Service) -> None:
     fields = {
         "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 40,
-        "min_p": 0.1,
+        **FILTERS,
         "seed": 7,
         "presence_penalty": -1,
         "frequency_penalty": 1.5,
@@ -91,10 +89,11 @@ def test_sampling_fields_reach_the_engine(service: Service) -> None:
     assert service.request.cache_salt == "mine"
 
 
-def test_minus_one_and_zero_keep_all_tokens(service: Service) -> None:
-    for top_k in (-1, 0):
-        service.chat(top_k=top_k)
-        assert service.generate.requests[-1].sampling.top_k == 0
+@pytest.mark.parametrize("value", [-1, 0])
+@pytest.mark.parametrize("name", ["top_k", "top_n_sigma"])
+def test_minus_one_and_zero_keep_all_tokens(service: Service, name: str, value: float) -> None:
+    assert service.chat(**{name: value}).status == 200
+    assert getattr(service.request.sampling, name) == 0
 
 
 def test_null_is_not_given(service: Service) -> None:

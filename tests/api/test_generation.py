@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from itertools import product
 from typing import Any
 
 import pytest
 
+from app.api.endpoints.table import BULK_URLS
 from app.api.schemas.requests import ChatRequest, CompletionRequest
-from app.engine.request import Request, SamplingParams
-from app.jobs.items import SAMPLING_COLUMNS, TEXT_COLUMNS, RowSettings, item_of, row_from_fields
+from app.engine.request import FILTERS, Request, SamplingParams
+from app.jobs.items import (
+    SAMPLING_COLUMNS,
+    TEXT_COLUMNS,
+    RowSettings,
+    item_of,
+    row_from_cells,
+    row_from_fields,
+)
 from app.jobs.job import Item
 from tests.api.test_parameters import PATHS
 from tests.kit.service import Service
@@ -20,9 +29,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], Any]] = {
     "max_tokens": ({"max_tokens": 9}, 9),
     "min_tokens": ({"min_tokens": 2}, 2),
     "temperature": ({"temperature": 0.25}, 0.25),
-    "top_k": ({"top_k": 7}, 7),
-    "top_p": ({"top_p": 0.5}, 0.5),
-    "min_p": ({"min_p": 0.125}, 0.125),
+    **{name: ({name: value}, value) for name, value in FILTERS.items()},
     "seed": ({"seed": 11}, 11),
     "presence_penalty": ({"presence_penalty": 0.5}, 0.5),
     "frequency_penalty": ({"frequency_penalty": -0.5}, -0.5),
@@ -42,10 +49,11 @@ OTHER_NAMES: dict[tuple[str, str], dict[str, Any]] = {
     ("chat", "logprobs"): {"logprobs": True, "top_logprobs": 2},
     ("responses", "logprobs"): {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
 }
+ROWS = ("row", "cells", "line")  # of a bulk run: columns, columns of a CSV file, lines of a batch
 # Answers of these have no place for log-probabilities.
 WITHOUT = {
-    ("messages", "logprobs"), ("messages", "prompt_logprobs"), ("responses", "prompt_logprobs"), ("row", "logprobs"),
-    ("row", "prompt_logprobs"),
+    ("messages", "logprobs"), ("messages", "prompt_logprobs"), ("responses", "prompt_logprobs"),
+    *product(("row", "cells"), ("logprobs", "prompt_logprobs")),
 }  # fmt: skip
 # Fields of chats and completions that are no columns of a row: a column of such a name is the user's own.
 NOT_OF_ROWS = {
@@ -65,10 +73,17 @@ NOT_OF_ROWS = {
 
 def sent(service: Service, way: str, body: dict[str, Any]) -> Request:
     """The engine's request of a body, or of a row of a bulk run."""
-    path, prompt = PATHS["completions" if way == "row" else way]
-    if way == "row":
-        item = item_of(row_from_fields(prompt | body, number=0, place="rows:1"), RowSettings())
-        assert isinstance(item, Item)
+    path, prompt = PATHS["completions" if way in ROWS else way]
+    if way in ROWS:
+        columns = prompt | body
+        if way == "cells":
+            cells = [value if isinstance(value, str) else json.dumps(value) for value in columns.values()]
+            row = row_from_cells([*columns], cells, number=0, place="rows:2")
+        else:
+            line = {"custom_id": "1", "url": path, "body": columns} if way == "line" else columns
+            row = row_from_fields(line, number=0, place="rows:1")
+        item = item_of(row, RowSettings(), BULK_URLS)
+        assert isinstance(item, Item), item
         path, prompt, body = item.url, {}, dict(item.body)
     answer = service.call("POST", path, prompt | body)
     assert answer.status == 200, answer.body
@@ -79,7 +94,7 @@ def test_every_field_of_sampling_has_an_example() -> None:
     assert EXAMPLES.keys() | NOT_IN_A_BODY == {each.name for each in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize(("way", "name"), sorted({*product([*PATHS, "row"], EXAMPLES)} - WITHOUT))
+@pytest.mark.parametrize(("way", "name"), sorted({*product([*PATHS, *ROWS], EXAMPLES)} - WITHOUT))
 def test_every_field_of_sampling_reaches_the_engine(service: Service, way: str, name: str) -> None:
     body, expected = EXAMPLES[name]
     sampling = sent(service, way, OTHER_NAMES.get((way, name), body)).sampling
@@ -99,7 +114,7 @@ def test_the_columns_of_text_are_those_whose_fields_take_a_text() -> None:
     assert with_text == set(TEXT_COLUMNS)
 
 
-@pytest.mark.parametrize("way", [*PATHS, "row"])
+@pytest.mark.parametrize("way", [*PATHS, *ROWS])
 @pytest.mark.parametrize(("given", "expected"), [(1e-38, 0.0), (9e-6, 0.0), (1e-5, 1e-5)])
 def test_a_temperature_that_float32_cannot_divide_by_is_greedy(
     service: Service, way: str, given: float, expected: float

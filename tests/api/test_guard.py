@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from app.api.endpoints import live
+from app.api.endpoints.table import ENDPOINTS
 from app.text import Tokenizer
 from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
@@ -20,15 +21,14 @@ from tests.kit.service import ADMIN_KEY, KEY, Connection, Service, bearer, check
 
 OPEN = {"/health", "/ready", "/", "/page/page.css"}
 ADMIN = {"/admin/keys", "/admin/usage", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters"}
-# A new route is listed here with the callers that may use it.
+COMPUTED = {path for endpoint in ENDPOINTS.values() for path in (endpoint.path, *endpoint.aliases)}
+# Every other new route is listed here with the callers that may use it.
 WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
     "keys": {
-        "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/embeddings",
-        "POST /v1/rerank", "POST /v2/rerank", "POST /rerank", "POST /v1/score", "POST /score", "POST /v1/decisions",
-        "POST /v1/classify", "POST /classify",
+        *(f"POST {path}" for path in COMPUTED),
         "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
-        "GET /version", "GET /openapi.json", "GET /metrics", "POST /v1/messages", "POST /v1/messages/count_tokens",
+        "GET /version", "GET /openapi.json", "GET /metrics", "POST /v1/messages/count_tokens",
         "GET /load", "POST /v1/requests/{request_id}/cancel",
         "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
         "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
@@ -44,10 +44,7 @@ WHO_MAY = {
         "GET /admin/adapters", "POST /admin/adapters", "DELETE /admin/adapters/{name:path}",
     },
 }  # fmt: skip
-WITH_OTHER_BODIES = {
-    "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/decisions", "/detokenize", "/v1/embeddings",
-    "/v1/responses", "/v1/messages", "/v1/classify", "/classify",
-}  # fmt: skip
+WITH_OTHER_BODIES = COMPUTED - {"/v1/chat/completions", "/v1/completions"} | {"/detokenize"}
 ADAPTER = "/admin/adapters/demo"  # only to be deleted
 CANCEL = "/v1/requests/demo/cancel"
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "get", "PROPFIND")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
+from app.api.endpoints.table import ENDPOINTS
 from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
 from app.api.prepared_request import RequestLimits
 from app.api.schemas.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, UnknownFields
 from app.api.schemas.requests import CompletionRequest
 from app.config import ApiConfig
-from app.text import Tokenizer
-from tests.kit.service import Service, bearer, entry, http_client, routes_of, say, served
+from app.engine.request import Pooling, Request
+from app.text import ReasoningMarks, Tokenizer
+from app.text.tool_calls import FORMATS
+from benchmarks.service.hostile_requests import VALID
+from tests.kit.service import CALL, Service, Step, bearer, entry, http_client, routes_of, say, served, vector
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["alone", "with batches"])
@@ -135,3 +141,42 @@ def test_unknown_names_are_remembered_in_bounded_memory() -> None:
         unknown.note({f"{number:04}" + "x" * 10_000: 1}, CompletionRequest)
     assert len(unknown._seen) == MAX_REMEMBERED_NAMES
     assert max(map(len, unknown._seen)) == MAX_NAME_LENGTH
+
+
+def exactly(name: str, schemas: dict[str, Any]) -> Draft202012Validator:
+    """Accepts a response with all fields that are described, and no others."""
+    closed = {
+        each: {**schema, "additionalProperties": False} if "properties" in schema else schema
+        for each, schema in schemas.items()
+    }
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": {"schemas": closed}})
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"tools": TOOLS, "tool_choice": "auto"},
+    "/v1/responses": {"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]},
+    "/v1/messages": {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}},
+}
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["text", "calls"])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_response_has_the_fields_of_its_type_and_no_others(tokenizer: Tokenizer, path: str, calls: bool) -> None:
+    told = say(tokenizer, f"<think>5</think>3 4 {CALL if calls else 5}")
+
+    def script(request: Request) -> Iterable[Step]:
+        return told(request) if request.pooling is None else vector(request, [0.5, 0.25])
+
+    service = Service(
+        tokenizer, script, pooling=Pooling.LAST, model_info={"labels": ("a", "b"), "embedding_size": 4},
+        reasoning_marks=ReasoningMarks("<think>", "</think>", frozenset()), tool_format=FORMATS["hermes"],
+        max_model_len=2000,
+    )  # fmt: skip
+    more = {"return_token_ids": True, "stop": []} if "completions" in path else {}
+    body = VALID[path] | more | (CALLED.get(path, {}) if calls else {})
+    body = {name: value for name, value in body.items() if not name.startswith("stream")}
+    answer = service.call("POST", path, body, {"x-carousel-timings": "true"})
+    assert answer.status == 200, answer.body
+    schemas = openapi_document(ApiConfig(), RequestLimits())["components"]["schemas"]
+    exactly(ENDPOINTS[path].response.__name__, schemas).validate(answer.json)

@@ -50,18 +50,18 @@ def switched(tokenizer: Tokenizer) -> Switched:
 
 
 def test_a_strategy_and_a_policy_are_named_or_given_with_parameters(switched: Switched) -> None:
-    answer = switched.post({"model": "demo", "strategy": {"name": "static", "batch_size": 4}, "policy": "fair"})
+    answer = switched.post({"model": "demo", "strategy": {"name": "static", "max_wait_ms": 4}, "policy": "fair"})
     assert answer.json == {
         "model": "demo",
         "replicas": [
             {
                 "replica": "r0", "group": "bold", "switched_at": 12.5,
-                "strategy": {"name": "static", "batch_size": 4, "max_wait_ms": 50.0}, "policy": {"name": "fair"},
+                "strategy": {"name": "static", "max_wait_ms": 4.0}, "policy": {"name": "fair"},
             }
         ],
         "missing": 1,
     }  # fmt: skip
-    assert switched.replicas.scheduler.strategy == StaticConfig(batch_size=4)
+    assert switched.replicas.scheduler.strategy == StaticConfig(max_wait_ms=4)
     shown = switched.service.call("GET", "/admin/scheduler").json
     assert (shown["object"], shown["data"]) == ("list", [answer.json])
     assert shown["strategies"] == ["static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"]
@@ -80,12 +80,12 @@ def test_what_is_not_named_is_as_deployed(switched: Switched) -> None:
     ("body", "status", "param", "message"),
     [
         ({"model": "demo", "strategy": "magic"}, 400, "strategy", "must be one of static, dynamic"),
-        ({"model": "demo", "strategy": {"batch_size": 2}}, 400, "strategy", "without a name"),
+        ({"model": "demo", "strategy": {"max_wait_ms": 2}}, 400, "strategy", "without a name"),
         ({"model": "demo", "strategy": 5}, 400, "strategy", ""),
         ({"model": "demo", "strategy": ["static"]}, 400, "strategy", ""),
         (
-            {"model": "demo", "strategy": {"name": "static", "batch_size": 5000}},
-            400, "strategy.static.batch_size", "less than or equal to 4096; got 5000",
+            {"model": "demo", "strategy": {"name": "static", "max_wait_ms": 700_000}},
+            400, "strategy.static.max_wait_ms", "less than or equal to 600000; got 700000",
         ),
         ({"model": "demo", "policy": {"name": "fcfs", "x": 1}}, 400, "policy", "fcfs has no parameter 'x'"),
         ({"model": "demo", "stategy": "static"}, 400, "stategy", "there is no field stategy"),

@@ -87,7 +87,7 @@ def test_every_command_prints_its_options(name: str, capsys: pytest.CaptureFixtu
         ("demo demo-tools", cases.served("models/demo", Path("keys.yaml"), "folder")),
         ("swept vectors", fields.application(fields._parser().parse_args([]), "models/demo", "folder")),
         ("simulated", fleet.served(fleet._parser().parse_args([]))),
-        ("chaos", stage.application(crash_token_id=0, silence_timeout_s=0.8, place_timeout_s=1.0)),
+        ("chaos", stage.application(crash_token_id=0, step_timeout_s=20.0, place_timeout_s=1.0)),
         ("chaos", stage.application(weights=True)),
         ("chaos", soak.served("models/demo", Path("keys.yaml"), Path("folder"), {"adapter": "at"}, num_blocks=200)),
     ],

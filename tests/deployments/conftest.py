@@ -239,7 +239,6 @@ def shared(
         "ingress": {"num_replicas": 2},
         "batches": {
             "path": str(folder / "batches"),
-            "max_in_flight": 8,
             "webhooks": {"allowed_networks": ["127.0.0.1/32"]},
         },
     }

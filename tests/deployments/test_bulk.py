@@ -118,6 +118,47 @@ def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path:
     assert told["continued_rows"] + told["recomputed_rows"] <= 3 * 3 * 8
 
 
+def test_vectors_and_scores_are_resumed_and_each_wrong_row_says_why(start: Start, tmp_path: Path, config: Path) -> None:
+    """Equal rows have equal results, whichever engine of whichever run computed them."""
+    texts = [f"Once upon a time {number}" for number in range(5)]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        *(("/v1/embeddings", {"input": text}) for text in texts),
+        *(("/v1/rerank", {"query": text, "documents": texts, "top_n": 2}) for text in texts),
+        *(("/v1/score", {"text_1": text, "text_2": texts}) for text in texts),
+    ] * 12
+    wrong = [("/v1/embeddings", {"input": texts}), ("/v1/rerank", {"query": "a"}), ("/v1/score", {"text_1": "a"})]
+    lines = [
+        json.dumps({"custom_id": f"{number}", "url": url, "body": body})
+        for number, (url, body) in enumerate(bodies + wrong)
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    settings = yaml.safe_load(config.read_text())
+    settings["applications"][0]["args"]["models"][0]["engine"]["model"]["simulated"]["embedding_size"] = 4
+    config.write_text(yaml.safe_dump(settings))
+    first = start("--input", tmp_path / "lines.jsonl", "--config", config)
+    wait_for_rows(tmp_path / "out", 30, first)
+    first.kill()
+    first.wait()
+    second = start("--input", tmp_path / "lines.jsonl", "--config", config, "--resume")
+    printed, _ = second.communicate(timeout=PATIENCE_S)
+    assert second.returncode == 0, printed
+    told = {int(each["id"]): each for each in results(tmp_path / "out")}
+    assert sorted(told) == list(range(len(lines)))
+    found: dict[str, set[str]] = {}
+    for number, (url, body) in enumerate(bodies):
+        found.setdefault(json.dumps([url, body]), set()).add(told[number]["text"])
+        assert (told[number]["error"], told[number]["finish_reason"]) == (None, "stop")
+    assert [len(each) for each in found.values()] == [1] * 15
+    [embedding], *_, [scores] = ([json.loads(text) for text in each] for each in found.values())
+    assert (embedding["object"], embedding["index"], len(embedding["embedding"])) == ("embedding", 0, 4)
+    assert [(each["index"], each["object"]) for each in scores] == [(at, "score") for at in range(5)]
+    assert scores[4]["score"] == pytest.approx(1.0), "the cosine of a text with itself"
+    errors = [told[number]["error"] for number in range(len(bodies), len(lines))]
+    assert errors[0] == "input holds 5 texts; an item has one text: write an item for each text"
+    assert errors[1:] == ["documents is required", "text_2 is required"]
+    assert (summary(tmp_path / "out")["runs"], summary(tmp_path / "out")["failed"]) == (2, 3)
+
+
 CHOICE = {
     "type": "choice",
     "name": "which",
@@ -148,7 +189,7 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
     line = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}
     lines = [
         json.dumps(line),
-        json.dumps(line | {"custom_id": "wrong-url", "url": "/v1/embeddings"}),
+        json.dumps(line | {"custom_id": "wrong-url", "url": "/v1/responses"}),
         json.dumps(line | {"custom_id": "hot", "body": body | {"temperature": 9}}),
         json.dumps(line | {"custom_id": "deadly"}),
         json.dumps({"custom_id": "decided", "url": "/v1/decisions", "body": {"input": "Once.", "questions": [CHOICE]}}),

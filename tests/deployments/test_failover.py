@@ -76,7 +76,7 @@ STRUCTURED = [
 
 def deploy(demo_path: Path, *, wait: bool = True, **replicas: Any) -> None:
     args = application(
-        num_replicas=NUM_REPLICAS, step_ms=20, model=str(demo_path), silence_timeout_s=SILENCE_S, **replicas
+        num_replicas=NUM_REPLICAS, step_ms=20, model=str(demo_path), step_timeout_s=20 * SILENCE_S, **replicas
     )
     target = serve.RunTarget(build(parse(args)), name=APPLICATION, route_prefix=f"/{APPLICATION}")
     serve.run_many([target], wait_for_applications_running=wait)

@@ -36,7 +36,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_head_with_redis_may_die_with_a_replica_and_the_next_one_replaces_it(tmp_path: Path) -> None:
-    settings = application(num_replicas=2, batches={"path": str(tmp_path / "batches"), "max_in_flight": 2})
+    settings = application(num_replicas=2, batches={"path": str(tmp_path / "batches")})
     with with_head(settings) as (running, head):
         asyncio.run(running.is_whole())
         traffic = replace(asyncio.run(with_reference(running.target, mixed(16, max_tokens=(20, 60)))), answers=[])

@@ -43,7 +43,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    config = application(num_replicas=2 * ON_EACH, step_ms=STEP_S * 1000, silence_timeout_s=SILENCE_S)
+    config = application(num_replicas=2 * ON_EACH, step_ms=STEP_S * 1000, step_timeout_s=20 * SILENCE_S)
     config |= {"api": {"allow_unauthenticated": True}}  # other machines of this network may reach it
     with ExitStack() as block:
         environment = block.enter_context(pytest.MonkeyPatch.context())

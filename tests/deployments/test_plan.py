@@ -182,7 +182,7 @@ def test_adapters_on_a_gpu_need_layers_that_can_be_adapted(tmp_path: Path, capsy
     bloom = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "seq_length": 64}
     (tmp_path / "config.json").write_text(json.dumps(bloom))
     assert plan(tmp_path, "--gpu", "T4", "--adapters", "8", "--context", "64") == 1
-    assert "on T4 takes no adapters: the model has no linear layers with names that" in capsys.readouterr().err
+    assert "on T4 supports no adapters: the model has no linear layers with names that" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -260,8 +260,8 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
         (("--gpu", "H200", "--quantization", "int4"), "only the native decoder on a CPU computes, and device is cuda"),
         (("--gpu", "A100", "--quantization", "fp8"), r"--quantization fp8: A100-80GB has no FP8; .* 8\.9 or more"),
         (("--gpu", "A100", "--cache-dtype", "fp8"), r"--cache-dtype fp8: A100-80GB has no FP8; .* 8\.9 or more"),
-        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8: only a CPU has it; a GPU has fp8"),
-        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8: only a GPU has it; a CPU has int8"),
+        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8: only CPUs support it; GPUs support fp8"),
+        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8: only GPUs support it; CPUs support int8"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason(

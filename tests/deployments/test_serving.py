@@ -391,7 +391,7 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
     with received_tokens([Address._make(each) for each in addresses], requests) as tokens:
         eventually(lambda: len(tokens) == 3)
         before = stats(handle)
-        handle = deploy({"strategy": {"name": "static", "batch_size": 2}, "policy": "fair"})
+        handle = deploy({"strategy": {"name": "static", "max_wait_ms": 20}, "policy": "fair"})
         after = stats(handle)  # `serve.run` returned: every replica has said that they hold
         eventually(lambda: all(len(each) == 300 for each in tokens.values()))
     assert {(each.strategy, each.policy) for each in after} == {("static", "fair")}

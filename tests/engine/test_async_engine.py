@@ -307,7 +307,7 @@ async def test_poison_that_comes_again_and_again_does_not_make_the_engine_unheal
 
 async def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
     looks = 0
-    with async_engine(strategy={"name": "static", "batch_size": 4, "max_wait_ms": 300}) as engine:
+    with async_engine(strategy={"name": "static", "max_wait_ms": 300}, max_running=4) as engine:
         inner = engine._engine
         idle_s = type(inner).idle_s
 
@@ -324,7 +324,7 @@ async def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
 
 
 async def test_an_expired_request_is_answered_while_the_engine_waits_for_a_batch() -> None:
-    strategy = {"name": "static", "batch_size": 4, "max_wait_ms": 600_000}  # no test takes so long
+    strategy = {"name": "static", "max_wait_ms": 600_000}  # no test takes so long
     with async_engine(strategy=strategy) as engine, pytest.raises(DeadlineMissed):
         await collect(engine, make_request(deadline_s=0.1))
 

@@ -169,21 +169,20 @@ def test_a_prefix_is_found_up_to_where_each_window_group_has_what_it_keeps() -> 
     tokens = list(range(14))
     owned = blocks.allocate(7)
     cache_full_block(blocks, owned, tokens)
-    in_windows = {group: blocks.allocate(7) for group in (1, 2)}
-    for group, own in in_windows.items():
-        for at, (block, of_all) in enumerate(zip(own, owned, strict=True)):
-            if (group, at) not in ((1, 6), (2, 2)):
-                assert of_all.prefix is not None
-                blocks.cache_in_window(block, of_all.prefix, group)
+    in_windows = [blocks.allocate(7), blocks.allocate(7)]
+    for at, of_all in enumerate(owned):
+        assert of_all.prefix is not None
+        in_each = [None if (group, at) in ((0, 6), (1, 2)) else own[at] for group, own in enumerate(in_windows)]
+        blocks.cache_in_windows(in_each, of_all.prefix)
     cached = blocks.match([*tokens, 99], salt="")
     assert cached == owned
     # The token behind 12 sees tokens 9 to 11, in blocks 4 and 5; the token behind 8 would see blocks 2 and 3.
     assert blocks.with_windows(cached) == owned[:6]
-    assert blocks.found_in_windows(owned[:6]) == [own[4:6] for own in in_windows.values()]
+    assert blocks.found_in_windows(owned[:6]) == [own[4:6] for own in in_windows]
     assert blocks.with_windows(owned[:5]) == owned[:5]
     assert blocks.with_windows(owned[:4]) == owned[:2]
     assert blocks.found_in_windows([]) == [[], []]
-    for own in (owned, *in_windows.values()):
+    for own in (owned, *in_windows):
         blocks.free(own)
     assert blocks.num_free == 30
     blocks.allocate(13)  # 11 had nothing to find; of the others the end of the prefix is evicted first
@@ -194,7 +193,7 @@ def test_blocks_of_a_window_group_are_handed_out_like_all_others_and_forgotten()
     blocks = windowed(2, num_window_groups=1)
     first, second = blocks.allocate(2)
     prefix = blocks.cache_full_block(first, [1, 2], parent="")
-    blocks.cache_in_window(second, prefix, 1)
+    blocks.cache_in_windows([second], prefix)
     assert blocks.with_windows([first]) == [first]
     blocks.free([second])
     assert blocks.num_evictable == 1
@@ -202,7 +201,7 @@ def test_blocks_of_a_window_group_are_handed_out_like_all_others_and_forgotten()
     assert blocks.allocate(1) == [second]
     assert second.window_of is None
     assert blocks.with_windows([first]) == []
-    blocks.cache_in_window(second, prefix, 1)
+    blocks.cache_in_windows([second], prefix)
     blocks.free([first, second])
     blocks.clear_cache()
     assert (first.prefix, second.window_of, blocks.num_evictable, blocks.num_free) == (None, None, 0, 2)

@@ -14,10 +14,10 @@ from tests.kit.engine import TimedEngine, make_request
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
 STRATEGIES: list[Any] = [
-    {"name": "static", "batch_size": 6, "max_wait_ms": 30},
-    {"name": "dynamic", "batch_size": 6, "max_batch_tokens": 40, "max_wait_ms": 30},
-    {"name": "bucketed", "batch_size": 6, "max_wait_ms": 30, "bounds": [4, 8]},
-    {"name": "sorted", "batch_size": 6, "max_wait_ms": 30},
+    {"name": "static", "max_wait_ms": 30},
+    {"name": "dynamic", "max_wait_ms": 30},
+    {"name": "bucketed", "max_wait_ms": 30},
+    {"name": "sorted", "max_wait_ms": 30},
     {"name": "adaptive", "max_wait_ms": 30, "target_latency_ms": 200},
     {"name": "continuous"},
     {"name": "hybrid", "prefill_share": 0.25},

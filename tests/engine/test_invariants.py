@@ -40,10 +40,10 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 STRATEGIES: list[Any] = [
     "continuous",
     {"name": "hybrid", "prefill_share": 0.3},
-    {"name": "static", "batch_size": 3, "max_wait_ms": 40},
-    {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
-    {"name": "bucketed", "batch_size": 2, "max_wait_ms": 40, "bounds": [4, 8]},
-    {"name": "sorted", "batch_size": 3, "max_wait_ms": 40},
+    {"name": "static", "max_wait_ms": 40},
+    {"name": "dynamic", "max_wait_ms": 40},
+    {"name": "bucketed", "max_wait_ms": 40},
+    {"name": "sorted", "max_wait_ms": 40},
     {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
 ]
 POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
@@ -321,7 +321,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert [block.block_id for block in sequence.blocks] == sequence.block_ids
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
             first = max(0, sequence.num_computed_tokens - self.runner.window_tokens + 1) // pool.block_size
-            for blocks, ids in zip(sequence.window_blocks, sequence.window_ids, strict=True):
+            assert (sequence.windows is not None) == (pool.num_groups > 1)
+            windows = sequence.windows
+            for blocks, ids in zip(windows.blocks, windows.ids, strict=True) if windows is not None else ():
                 assert all(blocks[first:])
                 assert {block.block_id for block in blocks if block} <= set(ids)
                 assert len(blocks) == len(ids) == len(sequence.blocks)

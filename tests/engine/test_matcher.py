@@ -10,10 +10,9 @@ import pytest
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.matcher import TokenSet, allowed_after_bans, any_token, with_tokens, without_tokens
-from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
 from app.errors import InvalidRequest
-from tests.engine.test_overlapped_engine import LateRunner
+from tests.engine.test_in_flight import LateRunner
 from tests.kit.engine import (
     EOS,
     VOCAB_SIZE,
@@ -47,7 +46,7 @@ def _drawn(token: int, item: ScheduledSequence) -> int:
 @pytest.fixture(params=[MatchedRunner, LateMatchedRunner])
 def engine(request: pytest.FixtureRequest) -> Engine:
     built = build_fake_engine(runner=request.param())
-    assert isinstance(built, OverlappedEngine) == (request.param is LateMatchedRunner)
+    assert built.runner.launches == (request.param is LateMatchedRunner)
     return built
 
 

@@ -224,7 +224,7 @@ def test_a_strategy_with_unchanged_settings_keeps_what_it_has_learnt() -> None:
     for _ in range(3):
         timed.finish(make_request())
     assert timed.stats.batch_size == 4
-    for strategy, size in ((adaptive, 4), (adaptive | {"batch_size": 2}, 1)):
+    for strategy, size in ((adaptive, 4), (adaptive | {"target_latency_ms": 9_000}, 1)):
         timed.engine.reconfigure(SchedulerConfig(strategy=strategy, policy="sjf", max_running=5))
         assert timed.stats.batch_size == size
 

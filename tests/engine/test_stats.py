@@ -8,9 +8,8 @@ import pytest
 from msgspec import structs
 
 from app.engine.observer import EndedStep, StepObserver
-from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.stats import EngineMeasurements
-from tests.engine.test_overlapped_engine import LateRunner
+from tests.engine.test_in_flight import LateRunner
 from tests.kit.engine import FakeClock, TimedEngine, build_fake_engine, make_request, run_to_end
 
 
@@ -77,7 +76,7 @@ def test_an_aborted_request_leaves_nothing_behind() -> None:
 def test_an_engine_that_runs_ahead_measures_the_same_requests() -> None:
     clock = FakeClock()
     engine = build_fake_engine(runner=LateRunner(clock), clock=clock)
-    assert isinstance(engine, OverlappedEngine)
+    assert engine.runner.launches
     run_to_end(engine, *(make_request((5, 6, 7), max_tokens=6) for _ in range(3)))
     assert sizes(engine.measurements())[:2] == [3, 3]
 

@@ -50,12 +50,18 @@ def test_a_pause_of_the_system_hardly_counts() -> None:
     assert times.seconds(100) < 0.12
 
 
+def note(pace: Throughput, seconds: float, *, num_tokens: int, num_ended: int) -> None:
+    """A step that begins at the end of the step before."""
+    began_at = pace.last_step_at
+    pace.note_step(began_at + seconds, began_at=began_at, num_tokens=num_tokens, num_ended=num_ended)
+
+
 def test_averages_are_those_of_the_steps() -> None:
     pace = Throughput()
     assert (pace.step_s, pace.tokens_per_s, pace.ended_per_s) == (0, 0, 0)
     for _ in range(10):
-        pace.note_step(0.1, num_tokens=32, num_ended=0)
-        pace.note_step(0.3, num_tokens=32, num_ended=1)
+        note(pace, 0.1, num_tokens=32, num_ended=0)
+        note(pace, 0.3, num_tokens=32, num_ended=1)
     assert pace.step_s == pytest.approx(0.2, rel=0.1)
     assert pace.tokens_per_s == pytest.approx(160, rel=0.1)
     assert pace.ended_per_s == pytest.approx(2.5, rel=0.15)
@@ -63,9 +69,9 @@ def test_averages_are_those_of_the_steps() -> None:
 
 def test_old_steps_fade() -> None:
     pace = Throughput()
-    pace.note_step(60.0, num_tokens=1, num_ended=0)  # compiled something
+    note(pace, 60.0, num_tokens=1, num_ended=0)  # compiled something
     for _ in range(5_000):
-        pace.note_step(0.01, num_tokens=1, num_ended=0)
+        note(pace, 0.01, num_tokens=1, num_ended=0)
     assert pace.step_s == pytest.approx(0.01, rel=0.1)
 
 
@@ -73,7 +79,7 @@ def pace_of(*steps: tuple[int, float]) -> Throughput:
     pace = Throughput()
     for _ in range(20):
         for num_tokens, seconds in steps:
-            pace.note_step(seconds, num_tokens=num_tokens, num_ended=0)
+            note(pace, seconds, num_tokens=num_tokens, num_ended=0)
     return pace
 
 
@@ -92,7 +98,7 @@ def test_the_speed_stays_while_a_single_request_decodes_for_minutes() -> None:
     pace = pace_of((1, 0.042), (100, 0.240))
     speed = pace.tokens_per_s_at(64)
     for _ in range(10_000):
-        pace.note_step(0.042, num_tokens=1, num_ended=0)
+        note(pace, 0.042, num_tokens=1, num_ended=0)
     assert pace.tokens_per_s < 25
     assert pace.tokens_per_s_at(64) == pytest.approx(speed, rel=0.01)
 
@@ -100,11 +106,11 @@ def test_the_speed_stays_while_a_single_request_decodes_for_minutes() -> None:
 def test_one_step_hardly_moves_the_speed_and_a_machine_that_becomes_slower_does() -> None:
     pace = pace_of(*((size, 0.040 + 0.002 * size) for size in (1, 10, 30, 100)))
     speed = pace.tokens_per_s_at(64)
-    pace.note_step(3 * 0.060, num_tokens=10, num_ended=0)
+    note(pace, 3 * 0.060, num_tokens=10, num_ended=0)
     assert pace.tokens_per_s_at(64) == pytest.approx(speed, rel=0.02)
     for _ in range(200):
         for size in (1, 10, 30, 100):
-            pace.note_step(3 * (0.040 + 0.002 * size), num_tokens=size, num_ended=0)
+            note(pace, 3 * (0.040 + 0.002 * size), num_tokens=size, num_ended=0)
     assert pace.tokens_per_s_at(64) == pytest.approx(speed / 3, rel=0.02)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from app.jobs.backlog import MAX_DEATHS, Backlog
 from app.jobs.results import ItemSet
@@ -10,7 +11,7 @@ from tests.kit.engine import make_request
 
 def rows(*numbers: int) -> list[PreparedItem]:
     return [
-        PreparedItem(number=number, id=f"row-{number}", request=make_request(), stop=(), skip_special_tokens=True)
+        PreparedItem(number=number, id=f"row-{number}", requests=(make_request(),), stop=(), skip_special_tokens=True)
         for number in numbers
     ]
 
@@ -134,3 +135,11 @@ def test_whatever_dies_every_row_comes_out_once() -> None:
         settled.update(done)
         out += done
     assert sorted(out) == list(range(300))
+
+
+def test_an_engine_has_room_for_requests_not_for_items() -> None:
+    backlog = Backlog(ItemSet(10))
+    backlog.add(replace(row, requests=row.requests * 3) for row in rows(0, 1, 2))
+    assert backlog.num_waiting == 9
+    assert taken(backlog, 0, 4) == [0, 1], "the last one may be larger than the room"
+    assert (backlog.num_requests_on(0), backlog.num_waiting) == (6, 3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.api.endpoints.table import BULK_URLS
 from app.jobs.items import (
     MAX_LISTED_ERRORS,
     Checked,
@@ -143,7 +144,7 @@ TURNS = [{"role": "user", "content": "Count from 3 to 9."}]
 
 
 def item(fields: dict[str, Any], **settings: Any) -> Item:
-    found = item_of(row_from_fields(fields, number=3, place="in.jsonl:4"), RowSettings(**settings))
+    found = item_of(row_from_fields(fields, number=3, place="in.jsonl:4"), RowSettings(**settings), BULK_URLS)
     assert isinstance(found, Item), found
     return found
 
@@ -173,7 +174,7 @@ def test_a_plain_row_has_the_defaults_of_the_run_and_a_seed_of_its_id() -> None:
 def item_of_cells(cells: dict[str, str], **settings: Any) -> Item | InvalidItem:
     row = row_from_cells(list(cells), list(cells.values()), number=0, place="t.csv:2")
     assert has_question(row, RowSettings(**settings))
-    return item_of(row, RowSettings(**settings))
+    return item_of(row, RowSettings(**settings), BULK_URLS)
 
 
 def body_of_cells(cells: dict[str, str], **settings: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from app.engine.matcher import Matcher, Matchers, with_tokens
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
 from app.engine.request import (
+    FILTERS,
     Adapter,
     Address,
     FinishReason,
@@ -596,10 +597,9 @@ def make_full_request() -> Request:
     """A request without any field at its default. A new field without a value here fails, and so reaches all tests."""
     grammar = Grammar(GrammarKind.REGEX, "a+", True, "regex", Thought("<think>", "</think>", True, max_tokens=3))
     sampling = SamplingParams(
-        max_tokens=9, min_tokens=1, temperature=0.5, top_k=3, top_p=0.5, min_p=0.25, seed=2**62, presence_penalty=0.5,
-        frequency_penalty=0.25, repetition_penalty=1.5, logit_bias=((3, -1.5),), stop_token_ids=(7, 8),
-        ignore_eos=True, grammar=grammar, allowed_token_ids=(3, 4), bad_words=((5, 6),), logprobs=2, prompt_logprobs=1,
-        logprob_token_ids=(9,),
+        max_tokens=9, min_tokens=1, temperature=0.5, seed=2**62, presence_penalty=0.5, frequency_penalty=0.25,
+        repetition_penalty=1.5, logit_bias=((3, -1.5),), stop_token_ids=(7, 8), ignore_eos=True, grammar=grammar,
+        allowed_token_ids=(3, 4), bad_words=((5, 6),), logprobs=2, prompt_logprobs=1, logprob_token_ids=(9,), **FILTERS,
     )  # fmt: skip
     request = Request(
         request_id="full", prompt_token_ids=(5, 6, 7), sampling=sampling, generated_token_ids=(8,),

@@ -80,9 +80,8 @@ def service_in(folder: Path, answer: Any, **given: Any) -> LocalBatchService:
     """`given` are arguments of the service, and settings."""
     arguments = {name: given.pop(name) for name in ("clock", "limits", "client", "retries") if name in given}
     keep = given.pop("keep", None)  # by default, tests keep no responses
-    config = BatchesConfig(**given)
-    execution = FleetExecution(answer, max_in_flight=config.max_in_flight or 32)
-    return LocalBatchService(folder, config, execution, keep, **arguments)
+    execution = FleetExecution(answer, max_in_flight=given.pop("max_in_flight", 32))
+    return LocalBatchService(folder, BatchesConfig(**given), execution, keep, **arguments)
 
 
 async def upload(

@@ -502,6 +502,7 @@ async def served(
     **settings: Any,
 ) -> AsyncIterator[Any]:
     """The app with these API keys. Their limits count for lines by themselves, as in a process of their own."""
+    max_in_flight = settings.pop("max_in_flight", 32)
     config = BatchesConfig(**settings)
     handler, of_items = (
         RequestHandler(
@@ -513,7 +514,7 @@ async def served(
         )
         for _ in range(2)
     )
-    execution = FleetExecution(of_items.handle_item, max_in_flight=config.max_in_flight or 32)
+    execution = FleetExecution(of_items.handle_item, max_in_flight=max_in_flight)
     async with LocalBatchService(
         folder, config, execution, of_items.keep, limits=batch_limits, client=client
     ) as batches:

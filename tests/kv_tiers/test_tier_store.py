@@ -527,11 +527,14 @@ def answers_in_turn(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tupl
 
 
 @pytest.mark.usefixtures("_fetches_whatever_it_takes")
-def test_a_prefix_with_states_is_resumed_after_evictions_and_restarts(hybrid_path: Path, tmp_path: Path) -> None:
+def test_a_prefix_with_states_is_resumed_after_evictions_and_restarts(
+    hybrid_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.model.kv_cache.num_state_slots", lambda *_, **__: 5)
     prompts = talks_of(2, 150, 230)  # more than fits, in turn
-    computed = answers_in_turn(engine_with(hybrid_path, None, num_state_slots=5), prompts)
+    computed = answers_in_turn(engine_with(hybrid_path, None), prompts)
     assert [num_cached for _, num_cached in computed] == [0] * 4
     for expected_cached in ([0, 0, 144, 144], [144, 144, 224, 224]):
-        engine = engine_with(hybrid_path, tmp_path / "kv", num_state_slots=5)
+        engine = engine_with(hybrid_path, tmp_path / "kv")
         given = answers_in_turn(engine, prompts)
         assert given == [(token_ids, num) for (token_ids, _), num in zip(computed, expected_cached, strict=True)]

@@ -195,10 +195,10 @@ class TestRefusals:
         ("config", "message"),
         [
             ({"peft_type": "IA3"}, "peft_type is IA3"),
-            ({"use_dora": True}, "it has use_dora"),
+            ({"use_dora": True}, "it uses use_dora"),
             ({"bias": "all"}, "bias is all"),
-            ({"modules_to_save": ["lm_head"]}, "it has modules_to_save"),
-            ({"layer_replication": [[0, 1]]}, "it has layer_replication"),
+            ({"modules_to_save": ["lm_head"]}, "it uses modules_to_save"),
+            ({"layer_replication": [[0, 1]]}, "it uses layer_replication"),
             ({"r": "four"}, "adapter_config.json: r: got 'four'"),
             ({"r": 8}, r"factors of 4 × 64 and 64 × 4; with rank 8, this model needs 8 × 64 and 64 × 8"),
             ({"rank": MAX_RANK + 1}, "rank 65; at most 64"),

@@ -196,11 +196,14 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda folder: write_pooling(folder, "max_tokens"), "pools by max_tokens; only cls, mean and last are known"),
+        (
+            lambda folder: write_pooling(folder, "max_tokens"),
+            "pools by max_tokens; only cls, mean and last are supported",
+        ),
         (lambda folder: write_pooling(folder, "cls_token", "mean_tokens"), "pools by cls_token, mean_tokens"),
         (
             lambda folder: write_pooling(folder, "cls_token", module="Dense"),
-            "a module that is not computed here: Dense",
+            "a module that is not supported: Dense",
         ),
         (lambda folder: save_tiny_encoder("mistral", folder, num_labels=1), "attention asks for sliding_window"),
         (

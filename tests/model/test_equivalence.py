@@ -14,7 +14,7 @@ import torch
 
 from app.build import build_sync_engine
 from app.engine.engine import Engine
-from app.engine.request import Request
+from app.engine.request import FILTERS, Request
 from app.model.attention import TorchAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.decoder import NativeDecoder
@@ -188,7 +188,14 @@ def test_the_bundled_model(demo_path: Path, way: str, reference_of_the_bundled_m
         assert run_to_end(build(demo_path, way=way, **settings), *requests).token_ids == expected
 
 
-SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "presence_penalty": 0.4, "repetition_penalty": 1.2}
+SAMPLED = {
+    **FILTERS,
+    "temperature": 0.9,
+    "top_k": 50,
+    "min_p": 0.01,
+    "presence_penalty": 0.4,
+    "repetition_penalty": 1.2,
+}
 
 
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])

@@ -46,22 +46,25 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(path: Path, *, num_blocks: int, num_state_slots: int) -> Engine:
+def build(path: Path, *, num_blocks: int) -> Engine:
     return build_sync_engine(
         config_of(
-            path, cache={"num_blocks": num_blocks, "num_state_slots": num_state_slots}, num_threads=1, dtype="float32",
-            max_model_len=256, scheduler={"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7},
+            path, cache={"num_blocks": num_blocks}, num_threads=1, dtype="float32", max_model_len=256,
+            scheduler={"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7},
         )
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
-def test_tokens_are_those_of_generate_with_chunks_preemption_and_prefix_hits(model_type: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_generate_with_chunks_preemption_and_prefix_hits(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_random_model(tmp_path, model_type, **HYBRIDS[model_type])
     requests = random_requests(12, VOCAB_SIZE)
     expected = generate_plainly(path, requests)
     assert len({token for tokens in expected.values() for token in tokens}) > 20, "tokens vary"
-    engine = build(path, num_blocks=15, num_state_slots=14)
+    monkeypatch.setattr("app.model.kv_cache.num_state_slots", lambda *_, **__: 14)
+    engine = build(path, num_blocks=15)
     assert run_to_end(engine, *requests).token_ids == expected
     assert run_to_end(engine, *requests[::-1]).token_ids == expected
     assert engine.stats().total_preemptions > 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
-from app.engine.request import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, MIN_TOP_P
+from app.engine.request import FILTERS, MIN_REPETITION_PENALTY, MIN_TEMPERATURE, MIN_TOP_P, SamplingParams
 from app.model.sampler import Sampler, gumbel_noise
 from tests.kit.engine import build_fake_engine, make_request, run_to_end
 from tests.kit.models import scheduled
@@ -97,6 +98,13 @@ SHARES = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
         (SHARES, {"top_p": 0.01}, [1.0, 0.0, 0.0, 0.0]),
         ([1.0] * 4, {"top_p": 0.5}, [0.5, 0.5, 0.0, 0.0]),  # they reach it
         (SHARES, {"min_p": 0.4}, [0.625, 0.375, 0.0, 0.0]),
+        (LOGITS, {"top_n_sigma": 0.9}, [0.0, *softmax(1.0, 2.0), 0.0]),  # their deviation is the root of 1.25
+        (LOGITS, {"top_n_sigma": 0.85}, [0.0, 0.0, 1.0, 0.0]),
+        (LOGITS, {"top_n_sigma": 0.9, "temperature": 2.0}, [0.0, *softmax(0.5, 1.0), 0.0]),
+        ([*LOGITS, -math.inf], {"top_n_sigma": 0.9}, [0.0, *softmax(1.0, 2.0), 0.0, 0.0]),
+        ([0.1] * 4, {"top_n_sigma": 0.01}, [0.25] * 4),
+        (LOGITS, {"top_n_sigma": 1000.0}, softmax(*LOGITS)),
+        (SHARES, {"top_n_sigma": 1.0, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),  # of those left, the first has 0.625
     ],
     ids=str,
 )
@@ -106,6 +114,26 @@ def test_draws_follow_the_softmax_of_what_filters_leave(
     found = draws(logits, **sampling)
     assert found == pytest.approx(expected, abs=0.025)
     assert [share > 0 for share in found] == [share > 0 for share in expected]
+
+
+# These are no numbers that a sampler reads for a draw to remove tokens.
+NO_FILTERS = """
+    max_tokens min_tokens temperature seed presence_penalty frequency_penalty repetition_penalty logit_bias
+    stop_token_ids ignore_eos grammar allowed_token_ids bad_words logprobs prompt_logprobs logprob_token_ids
+""".split()
+
+
+def test_a_new_parameter_is_a_filter_of_all_samplers_or_none_on_purpose() -> None:
+    assert {*FILTERS, *NO_FILTERS} == {each.name for each in fields(SamplingParams)}
+    assert FILTERS.keys().isdisjoint(NO_FILTERS)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_every_filter_removes_tokens_but_never_the_likeliest(name: str) -> None:
+    logits = random_logits()[0].tolist()
+    all_tokens, left = draws(logits, temperature=2.0), draws(logits, temperature=2.0, **{name: FILTERS[name]})
+    assert 1 < sum(share > 0 for share in left) < sum(share > 0 for share in all_tokens)
+    assert left[max(range(VOCAB_SIZE), key=logits.__getitem__)] > 0
 
 
 def test_penalties_count_what_they_should() -> None:
@@ -130,8 +158,14 @@ def test_bias_and_bans_change_what_is_drawn() -> None:
     assert sample(logits, [item(temperature=0.0, banned=(0,), logit_bias=((0, 100.0),))]).item() == 1
 
 
+any_filter = {
+    each.name: st.sampled_from([each.default, FILTERS[each.name]])
+    for each in fields(SamplingParams)
+    if each.name in FILTERS
+}
 any_sampling = st.fixed_dictionaries(
-    {
+    any_filter
+    | {
         "temperature": st.sampled_from([0.0, 0.1, 1.0, 2.0]),
         "top_k": st.sampled_from([0, 1, 3, VOCAB_SIZE + 5]),
         "top_p": st.sampled_from([0.001, 0.5, 1.0]),

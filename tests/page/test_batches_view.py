@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,31 @@ def begin_batch(stage: Stage, content: list[str], webhook: str | None = None) ->
         return str(client.post("/v1/batches", json=body).raise_for_status().json()["id"])
 
 
+NEXT_LOOK_MS = 5000  # at the latest: the page looks at the batches again, also where all of them have ended
+
+
+def open_view(page: Any, stage: Stage) -> None:
+    """Opens the view. The page's clock goes on by itself, and a test may set it forward."""
+    page.clock.install()
+    page.goto(f"{stage.url}/#batches")
+
+
+def looks_again(page: Any) -> None:
+    """The page has asked for the batches once more."""
+    with page.expect_event("requestfinished", lambda request: "/v1/batches" in request.url):
+        page.clock.fast_forward(NEXT_LOOK_MS)
+
+
+def eventually_shown(page: Any, look: Callable[[], Any], is_reached: Callable[[Any], Any] = bool) -> None:
+    """As `eventually`, at each look of the page."""
+
+    def looked() -> Any:
+        looks_again(page)
+        return look()
+
+    eventually(looked, is_reached)
+
+
 def cells(page: Any, batch_id: str) -> dict[str, str]:
     """The texts of a batch's row, by column."""
     row = page.locator("#batch-list tr", has_text=batch_id)
@@ -77,24 +102,26 @@ def test_a_batch_is_a_row_with_time_model_progress_state_and_webhook(
     taken = begin_batch(stage, lines(20), f"{receiver}/taken")
     gone = begin_batch(stage, lines(3), f"{receiver}/gone")
     mixed = begin_batch(stage, [*lines(2), *lines(1, "other")])
-    page.goto(f"{stage.url}/#batches")
+    open_view(page, stage)
     page.wait_for_selector("#batch-list th")
     heads = page.locator("#batch-list").get_by_role("columnheader").all_inner_texts()
     assert heads == ["created", "batch", "model", "progress", "state", "webhook", "actions"]
-    eventually(lambda: cells(page, taken)["webhook"], lambda text: text == "delivered")
+    eventually_shown(page, lambda: cells(page, taken)["webhook"], lambda text: text == "delivered")
     shown = cells(page, taken)
     assert (shown["batch_model"], shown["progress"], shown["batch_state"]) == ("demo", "20 of 20 done", "completed")
     assert "ended " in shown["created"]
     created = page.locator("#batch-list tr", has_text=taken).locator("time").get_attribute("datetime")
     seconds = page.evaluate("(created) => new Date(created).getTime() / 1000", created)
     assert seconds == httpx.get(f"{stage.url}/v1/batches/{taken}").json()["created_at"]
-    eventually(lambda: cells(page, gone)["webhook"], lambda text: text == "given up\nthe receiver answered with 410")
-    eventually(lambda: cells(page, mixed)["batch_state"], lambda text: text == "completed")
+    eventually_shown(
+        page, lambda: cells(page, gone)["webhook"], lambda text: text == "given up\nthe receiver answered with 410"
+    )
+    eventually_shown(page, lambda: cells(page, mixed)["batch_state"], lambda text: text == "completed")
     shown = cells(page, mixed)
     assert (shown["batch_model"], shown["webhook"], shown["progress"]) == ("several", "none", "2 of 3 done\n1 failed")
     assert shown["actions"].split() == ["Results", "Errors"]
     failed = begin_batch(stage, [*lines(3), *["no JSON"] * 3])
-    eventually(lambda: failed in page.inner_text("#batch-list"))
+    eventually_shown(page, lambda: failed in page.inner_text("#batch-list"))
     picture(page, "batches")
 
 
@@ -102,7 +129,7 @@ def test_a_failed_batch_names_the_lines_of_its_errors_and_lists_more(page: Any, 
     good = lines(3)
     batch_id = begin_batch(stage, [*good, *["no JSON"] * 30])
     one = begin_batch(stage, [*good, "[1]", "no JSON"])
-    page.goto(f"{stage.url}/#batches")
+    open_view(page, stage)
     page.wait_for_selector(".why >> nth=1")
     assert cells(page, batch_id)["batch_state"] == "failed"
     assert cells(page, batch_id)["progress"] == "nothing has run"
@@ -115,8 +142,8 @@ def test_a_failed_batch_names_the_lines_of_its_errors_and_lists_more(page: Any, 
     listed = many.locator("li").all_inner_texts()
     assert listed[:20] == [f"line {number}: {message}" for number in range(5, 25)]
     assert listed[20:] == ["and 9 more in the answer of /v1/batches"]
-    for _ in range(2):  # looks at the batches
-        page.wait_for_event("requestfinished", lambda request: "/v1/batches" in request.url)
+    for _ in range(2):
+        looks_again(page)
     assert many.locator("li >> nth=20").is_visible(), "the list stays open"
 
 

@@ -81,7 +81,8 @@ def show_tables(tab: Any) -> None:
 
 
 def show_chat(tab: Any, stage: Stage) -> None:
-    """A long word in an answer, and every form open."""
+    """A long word in an answer, and every form open. The demo's requests end, and the chat does not wait for them."""
+    tab.goto("about:blank")
     tab.goto(f"{stage.url}/#playground")
     tab.wait_for_selector("#model option", state="attached")
     tab.click("#forms summary")

@@ -38,6 +38,7 @@ def test_a_message_waits_in_the_queue_then_its_prompt_is_read_then_the_answer_re
             const note = () => said.push(document.querySelector(".pending > span")?.textContent);
             new MutationObserver(note).observe(document.getElementById("messages"), { childList: true, subtree: true });
         }""")
+        page.fill("#max_tokens", "16")
         send(page, "word " * 400)
         page.wait_for_selector(".cost")
         said = [text for text in page.evaluate("said") if text]

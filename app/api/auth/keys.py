@@ -50,7 +50,7 @@ class KeyRing:
         self.replace(keys)
 
     def replace(self, keys: Iterable[KeyConfig]) -> None:
-        """Replace all keys by these. A key that existed before keeps its account and its usage."""
+        """Replace all keys. A key that existed before retains its account and its usage."""
         accounts: dict[bytes, Account] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
@@ -63,7 +63,7 @@ class KeyRing:
         self.pools.changed = None
 
     def account_of(self, headers: Headers) -> Account:
-        """Return the account of the first known key in the headers. Raises Unauthenticated, never with a sent key."""
+        """Return the account of the first known key in the headers. Raises Unauthenticated, without quoting any key."""
         for key in _keys_of(headers):
             # The time of a look-up depends only on the hash of the sent key, so it reveals nothing about other keys.
             account = self._accounts.get(hashlib.sha256(key).digest())
@@ -74,7 +74,7 @@ class KeyRing:
     def account_named(self, name: str) -> Account:
         """Return the account of the key with this name.
 
-        Raises Unauthenticated if the key is gone, and for "", the name of the account when no keys are needed.
+        Raises Unauthenticated if the key is gone, and for "", under which a service without keys stores its requests.
         """
         if not name:  # no key could read the results, and no key's limits apply
             raise Unauthenticated("this request was sent without an API key, before this server required one")
@@ -90,10 +90,10 @@ class KeyRing:
 
 
 class NoAuthentication:
-    """Gives all requests one account if no keys are needed. The account has no name and only the process's limits."""
+    """Gives all requests one account, which has no name. Only the limits of the process apply."""
 
     def __init__(self, pools: SharedPools | None = None, *, may_administer: bool = False) -> None:
-        """`may_administer`: whether the admin routes are open without a key."""
+        """`may_administer` opens the admin routes to requests without a key."""
         self.pools = pools or SharedPools()
         self._account = Account(None, time.monotonic, self.pools, may_administer=may_administer)
 
@@ -159,8 +159,8 @@ class AccountLimits:
 def without_keys(config: ApiConfig, pools: SharedPools | None = None) -> NoAuthentication:
     """Return the authentication of a service without keys.
 
-    Such a service on loopback lets the processes of its machine use the admin routes. A service that other machines
-    reach without keys (`allow_unauthenticated`) has no admin routes.
+    All processes of the machine may use its admin routes, unless other machines may send requests without a key
+    (`allow_unauthenticated`).
     """
     return NoAuthentication(pools, may_administer=not config.allow_unauthenticated)
 

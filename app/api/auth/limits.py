@@ -1,6 +1,6 @@
 """The limits of a key: requests and tokens a minute, concurrent requests and body bytes, daily and monthly budgets.
 
-All counts are those of this process, and all times are by its clock.
+Each process counts only its own requests, by its own clock. The ledger's owner divides the limits among the processes.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from app.usage import CallUsage, UsageCounter
 from app.usage.records import MONEY, ROUNDING, SLOTS, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
 
 CONCURRENCY_RETRY_S = 1.0  # the time until a slot is free is unknown, and a retry is cheap
-# Limit for bodies that are arriving or being checked. Parsed bodies take several times as much, but one at a time.
+# Limit for all bodies being read or checked. A parsed body is several times larger, but one body is parsed at a time.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
-SLOT_WAIT_S = 0.5  # how long a request waits for a slot that may come from another process
-SHARES_MOVE_S = 2.0  # time after a refusal until shares have moved: the next report of each process, and its answer
-# UNTOLD_PART: the part of a budget that all processes together may use before the owner of the ledger has answered and
-# after it is lost. OWED_PART: the part that the process of batches may owe. Both together limit the excess of a budget.
+SLOT_WAIT_S = 0.5  # how long a request waits for another process to give up a slot
+SHARES_MOVE_S = 2.0  # time from a refusal until each process has reported its demand and received its new share
+# Without an answer from the ledger's owner, all processes together may use UNTOLD_PART of a budget. The batches process
+# may owe OWED_PART of it. Usage therefore exceeds a budget by at most the sum of both parts.
 UNTOLD_PART, OWED_PART = 0.05, 0.05
 
 
 class TokenBucket:
-    """An allowance per minute. At most the allowance of one minute can be saved (the leaky bucket as a meter).
+    """An allowance per minute. Unused allowance accumulates up to one minute's amount (the leaky bucket as a meter).
 
-    A negative balance is filled up first. If several processes share the limit, the bucket is the part of one process.
+    A negative balance refills first. If several processes share the limit, each process has a bucket for its share.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float], *, share: float = 1.0) -> None:
         self.limit = per_minute
         self._clock = clock
         self._share = self._first_share = share
-        self._was_given = False  # whether the owner has given a share
+        self._was_given = False  # whether the owner has assigned a share
         self._is_led = False  # whether the owner answers
         self._balance = share * per_minute
         self._counted_at = clock()
@@ -59,10 +59,10 @@ class TokenBucket:
         return max(0.0, self._share * self.limit - self._counted()) * 60 / self.limit
 
     def wait_s(self, amount: float, *, may_owe: bool = False) -> float:
-        """Return the seconds until the amount can be taken; for more than the limit, until the bucket is full.
+        """Return the seconds until the amount can be taken, or until the bucket is full if the amount is too large.
 
-        Refused demand pulls unused allowance from other processes. With `may_owe`, the allowance of other processes may
-        be used before it has come.
+        Refused demand pulls unused allowance from other processes. With `may_owe`, a request may use their allowance
+        before it has moved here.
         """
         if may_owe and min(amount, self.limit * (1 - ROUNDING)) <= self._counted() + self._elsewhere:
             return 0.0
@@ -73,17 +73,17 @@ class TokenBucket:
         return max(0.0, (min(amount, most) - self._counted()) * 60 / most)
 
     def take(self, amount: float) -> None:
-        """Take an amount, even one that exceeds the balance. A negative amount is given back."""
+        """Take an amount, which may exceed the balance. A negative amount is returned to the bucket."""
         self._balance = min(self._counted() - amount, self.limit)
         self._wanted += amount
 
     def refuse(self, amount: float) -> None:
-        """Note a refused amount, which the owner takes into account."""
+        """Record a refused amount, so that the owner can move allowance here."""
         self._wanted += amount
         self._refused = min(amount, self._refused or amount)
 
     def use(self) -> LimitUse:
-        """Return the values for a report, and start a new count of demand."""
+        """Return the values for a report to the owner, and reset the count of demand."""
         given = 0.0 if self._was_given else self._first_share * self.limit
         share = self._share if self._was_given else 0.0
         use = LimitUse(share, self._counted() - given, self._wanted, self._refused)
@@ -91,7 +91,7 @@ class TokenBucket:
         return use
 
     def set_share(self, share: Share) -> bool:
-        """Apply the owner's share. Returns whether the owner must get a report of the result."""
+        """Apply the owner's share. Returns whether the owner must receive a report of the result."""
         self._counted()
         self._balance += share.amount - (0.0 if self._was_given else self._first_share * self.limit)
         self._share, self._elsewhere = share.share, share.elsewhere
@@ -99,7 +99,7 @@ class TokenBucket:
         return False
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """Note that the owner is silent. `has_share`: the owner cannot have given the share to others yet."""
+        """Note that the owner no longer answers. With `has_share`, it cannot have reassigned this share yet."""
         self._counted()
         self._is_led, self._elsewhere = False, 0.0
         if not has_share:
@@ -114,16 +114,16 @@ class TokenBucket:
 
 
 class Slots:
-    """The slots for concurrent requests of a key. If several processes share the limit, the slots of one process.
+    """A key's slots for concurrent requests. If several processes share the limit, each process has some of the slots.
 
-    A request that finds no free slot may wait for a slot from another process. While requests wait in any process, each
-    process gives back free slots at once: with few slots, the next request seldom arrives where a slot is free.
+    A request that finds no free slot may wait for a slot from another process. While requests wait in any process, all
+    processes return their free slots at once: if slots are few, the next request seldom arrives where one is free.
     """
 
     def __init__(
         self, limit: int, num_taken: Callable[[], int], *, share: float = 1.0, hurry: Callable[[], None] = lambda: None
     ) -> None:
-        """`hurry` is called when a report to the owner should be sent soon."""
+        """`hurry` requests an early report to the owner."""
         self.limit = limit
         self._own = limit * share  # the sum over all processes does not exceed the limit
         self.num_here = int(self._own) or ceil(self._own)
@@ -136,7 +136,7 @@ class Slots:
 
     @property
     def may_come(self) -> bool:
-        """Whether no slot is free in this process, and a request may wait for a slot from another process."""
+        """Whether this process has no free slot, but another process may give one up."""
         is_full = self._num_taken() >= self.num_here
         return is_full and self._is_led and self.num_here < self.limit and len(self._waiting) < self.limit
 
@@ -146,12 +146,12 @@ class Slots:
         self._hurry()
 
     def leave(self, on_free: Callable[[], None]) -> None:
-        """Stop waiting."""
+        """Stop waiting. Does nothing if `on_free` was already called."""
         if on_free in self._waiting:
             self._waiting.remove(on_free)
 
     def note_end(self) -> None:
-        """Note that a request has given its slot back."""
+        """Offer a released slot to the requests that wait, here or in another process."""
         self._wake()
         if self._some_wait_elsewhere and self._num_taken() < self.num_here:
             self._hurry()
@@ -175,7 +175,7 @@ class Slots:
         )
 
     def use(self) -> LimitUse:
-        """Return the values for a report, and start a new count of demand."""
+        """Return the values for a report to the owner, and reset the count of demand."""
         num_taken, num_waiting = self._num_taken(), len(self._waiting)
         wanted = max(self._most_taken, num_taken) + num_waiting + self._num_refused
         self._most_taken = self._num_refused = 0
@@ -184,7 +184,7 @@ class Slots:
         return LimitUse(self.num_here, num_taken, wanted, num_waiting)
 
     def set_share(self, share: Share) -> bool:
-        """See `TokenBucket.set_share`. Slots that the owner takes back go to other processes after the next report."""
+        """See `TokenBucket.set_share`. After the next report, the owner passes withdrawn slots to other processes."""
         before, self.num_here = self.num_here, int(share.share)
         self._is_led, self._some_wait_elsewhere = True, share.elsewhere > 0
         self._wake()
@@ -193,44 +193,44 @@ class Slots:
     def lose_owner(self, *, has_share: bool) -> None:
         """See `TokenBucket.lose_owner`."""
         self._is_led = self._some_wait_elsewhere = False
-        if not has_share:  # this process may have given back all of its slots
+        if not has_share:  # this process may have returned all of its slots
             self.num_here = int(self._own) or min(self.num_here, ceil(self._own))
             self._wake()
 
 
 class BudgetPart:
-    """The part of a budget that one process may still reserve. The owner of the ledger gives and takes it."""
+    """The part of a budget that one process may still reserve. The ledger's owner enlarges and reduces this part."""
 
     def __init__(self, budget: float, *, share: float) -> None:
-        """`share`: the process's share of `UNTOLD_PART`."""
+        """`share` is the process's share of `UNTOLD_PART`."""
         self.limit = budget
         self.left = self._first = share * UNTOLD_PART * budget
         self._was_given = False
         self._wanted = self._refused = 0.0  # since the last report
 
     def allows(self, amount: float, *, may_owe: bool = False) -> bool:
-        """Whether the amount may be reserved. With `may_owe`, it may exceed the part by `OWED_PART` of the budget."""
+        """Return whether the amount may be reserved. With `may_owe`, `OWED_PART` of the budget is available on top."""
         return amount <= self.left + (OWED_PART if may_owe else ROUNDING) * self.limit
 
     def take(self, amount: float) -> None:
-        """Reserve an amount, or give a negative amount back."""
+        """Reserve an amount. A negative amount is returned."""
         self.left -= amount
         self._wanted += amount
 
     def refuse(self, amount: float) -> None:
-        """Note a request that needs more than is left here."""
+        """Record a refused amount, so that the owner can enlarge this part."""
         self._wanted += amount
         self._refused = min(amount, self._refused or amount)
 
     def use(self) -> LimitUse:
-        """Return the values for a report, and start a new count of demand."""
+        """Return the values for a report to the owner, and reset the count of demand."""
         use = LimitUse(0.0, self.left - (0.0 if self._was_given else self._first), self._wanted, self._refused)
         self._wanted = self._refused = 0.0
         return use
 
     def set_share(self, share: Share) -> bool:
-        """Add or give up the amount that the owner gives or takes. See `TokenBucket.set_share`."""
-        if self._was_given:  # requests may have reserved some of a taken amount since the report
+        """Add the amount that the owner gives, or give up the amount that it takes. See `TokenBucket.set_share`."""
+        if self._was_given:  # since the report, requests may have reserved some of the amount that the owner takes
             self.left += max(share.amount, -max(0.0, self.left))
         else:
             self.left += share.amount - self._first
@@ -247,38 +247,38 @@ SharedLimit = TokenBucket | Slots | BudgetPart
 
 
 class SharedPools:
-    """The pools of one process, and the usage counter of its requests."""
+    """The pools that all accounts of a process share, and the counter of the process's usage."""
 
     def __init__(
         self, max_requests: int = sys.maxsize, *, first_share: float = 1.0, shares_budgets: bool = False
     ) -> None:
-        """`max_requests`: requests that the process serves at once; unlimited by default.
+        """`max_requests` limits the requests that the process serves at once.
 
-        `first_share`: its share of each key's limits until the owner gives a share. `shares_budgets`: whether the owner
-        of a ledger gives parts of budgets to the process. Otherwise, the process enforces budgets by its own count.
+        `first_share` is the process's share of each key's limits until the owner assigns a share. With
+        `shares_budgets`, the owner also assigns parts of budgets; otherwise, the process enforces budgets alone.
         """
         self.first_share = first_share
         self.shares_budgets = shares_budgets
         self.requests = SharedPool[Account](max_requests)
         self.body_bytes = SharedPool[Account](MAX_BODY_BYTES_AT_ONCE)
         # Limit for the log-probabilities of all running calls. Each takes 16 bytes until the answer is written, and
-        # some 70 bytes while a client does not read its stream.
+        # about 70 bytes in a stream that the client does not read.
         max_logprobs_at_once = 8_000_000
         self.logprobs = SharedPool[Account](max_logprobs_at_once)
         self.usage = UsageCounter()
-        # The keys whose limits the next report must have; None: all keys.
+        # The keys whose limits the next report must include, or None for all keys.
         self.changed: set[str] | None = None
         self.hurry: Callable[[], None] = lambda: None  # requests an early report to the owner
 
     def note_change(self, key: str) -> None:
-        """Note that the limits of a key were used or asked for."""
+        """Include the limits of a key in the next report."""
         if self.changed is not None:
             self.changed.add(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The usage of one key since this process has started, or has first known the key."""
+    """The usage of one key since this process started, or since it first loaded the key."""
 
     num_requests: int = 0  # accepted requests, including running requests
     num_refused: int = 0  # requests that a limit of the key has refused
@@ -286,12 +286,12 @@ class Usage:
     num_tokens: int = 0  # prompt and output tokens of ended requests
 
     def __add__(self, other: Usage) -> Usage:
-        """Return the sum, as for two processes."""
+        """Return the sum of the usage in two processes."""
         return Usage(*map(add, astuple(self), astuple(other)))
 
 
 class Account:
-    """The usage and the limits of one key. Lives as long as its key, and outlives a change of its limits."""
+    """The usage and the limits of one key. An account exists as long as its key, even if the limits change."""
 
     def __init__(
         self,
@@ -301,16 +301,16 @@ class Account:
         *,
         may_administer: bool = False,
     ) -> None:
-        """All requests use an account with the `key` None if the service needs no keys. It has no name and no limits.
+        """Create an account. All requests to a service without keys share an account without key, name and limits.
 
-        `pools` are shared with all accounts of the process. By default, the account has its own pools. `may_administer`
-        says whether requests without keys may use the admin routes. A key has its own setting for this.
+        All accounts of the process share `pools`. By default, the account has its own pools. `may_administer` opens the
+        admin routes to requests without a key. A key has a setting for this instead.
         """
         self._clock = clock
         self.pools = pools or SharedPools()
         self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_tokens = 0
-        self.reserved = BudgetTotals()  # amounts that running requests may use
+        self.reserved = BudgetTotals()  # the maximum that running requests may use
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
@@ -338,7 +338,7 @@ class Account:
         return Usage(self._num_requests, self._num_refused, self.pools.requests.held(self), self._num_tokens)
 
     async def wait_for_slot(self) -> None:
-        """Wait a moment if no slot is free here and one may come from another process. Call this before `reserve`."""
+        """Wait up to `SLOT_WAIT_S` if no slot is free, but another process may give one up. Call before `reserve`."""
         slots = self.slots
         if slots is None or not slots.may_come:
             return
@@ -393,9 +393,9 @@ class Account:
 
     @contextmanager
     def reserve_for_stored(self) -> Iterator[Reservation]:
-        """Reserve for a stored response, which was counted as a request in the process where it arrived.
+        """Reserve for a stored response, which the process that received it has counted as a request.
 
-        That process has the tokens for the response, so this process may use them before they have moved.
+        The receiving process holds the tokens for the response, so this process may use them before they have moved.
         """
         reservation = Reservation(self, may_owe=True)
         try:
@@ -407,7 +407,7 @@ class Account:
         reservation.release_body()
         self.pools.logprobs.take(self, -reservation.num_logprobs)
         calls = [call for usage in reservation.usages if (call := usage()).used.num_requests]
-        reservation.usages.clear()  # they refer to the answers, and the server may keep the scope with the reservation
+        reservation.usages.clear()  # they refer to answers, which must not outlive the request in the server's scope
         for call in calls:
             self.pools.usage.add(self.name, call)
         num_used = sum(call.used.num_tokens for call in calls)
@@ -423,7 +423,7 @@ class Account:
 
     @contextmanager
     def reserve_item(self) -> Iterator[Reservation]:
-        """Reserve for one item of a batch, which counts as a request. LimitReached undoes the use of the item."""
+        """Reserve for one batch item, which counts as a request unless the block raises LimitReached."""
         with self.reserve() as reservation:
             try:
                 yield reservation
@@ -433,16 +433,16 @@ class Account:
                 raise
 
     def check_model(self, name: str) -> None:
-        """Raise NotPermitted if the key is not for this model."""
+        """Raise NotPermitted if the key may not use this model."""
         if not self.may_use(name):
             raise NotPermitted(f"this API key is not for the model {name!r}; ask for another key", param="model")
 
     def may_use(self, model_name: str) -> bool:
-        """Whether the key is for this model."""
+        """Return whether the key may use this model."""
         return self.key is None or not self.key.models or model_name in self.key.models
 
     def max_tokens(self, asked: int | None, param: str) -> int | None:
-        """Return the key's output limit in tokens or None. Raises InvalidRequest if `asked` (in `param`) exceeds it."""
+        """Return the key's limit of output tokens or None. Raises InvalidRequest if `asked`, in `param`, exceeds it."""
         cap = self.key.max_tokens if self.key else None
         if cap is not None and asked is not None and asked > cap:
             raise InvalidRequest(f"{param} is {asked:,}; this API key may ask for at most {cap:,}", param=param)
@@ -490,7 +490,7 @@ class Account:
                 )
 
     def reserve_of_budgets(self, num_tokens: int, cost: float) -> None:
-        """Reserve the largest amounts that a running request may use."""
+        """Reserve the maximum that a running request may use, from all budgets."""
         self.reserved = self.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
         self._take_of_budgets(num_tokens, cost)
 
@@ -499,7 +499,7 @@ class Account:
             part.take(cost if name == MONEY else num_tokens)
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's `x-ratelimit-…` headers for the limits that the key has."""
+        """Return OpenAI's `x-ratelimit-…` headers for the key's limits per minute."""
         headers: dict[str, str] = {}
         for what, bucket in (("requests", self._requests), ("tokens", self.tokens)):
             if bucket:
@@ -534,18 +534,18 @@ def _check(bucket: TokenBucket, amount: int, what: str, *, may_owe: bool = False
 
 @dataclass(slots=True)
 class Reservation:
-    """One HTTP request on an account: its reserved and used tokens, and the memory that it holds."""
+    """The tokens, money and memory that one HTTP request has reserved from its account."""
 
     account: Account
-    may_owe: bool = False  # whether the request may use amounts that other processes still have
+    may_owe: bool = False  # whether the request may use amounts that other processes still hold
     num_reserved: int = 0
     cost_reserved: float = 0.0
     num_body_bytes: int = 0
     num_logprobs: int = 0
-    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # called at the end for the usage
+    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # return the actual usage, at the end
 
     def reserve(self, num_tokens: int, *, num_logprobs: int = 0, cost: float = 0.0) -> None:
-        """Reserve the maximum that a request may need. At its end, the difference to the real usage is returned.
+        """Reserve the maximum that a request may need. When the request ends, the unused part is returned.
 
         Raises LimitReached, and the errors of `Account.check_budgets`.
         """
@@ -562,7 +562,7 @@ class Reservation:
         account.reserve_of_budgets(num_tokens, cost)
 
     def hold_logprobs(self, num_logprobs: int) -> None:
-        """Reserve memory for the log-probabilities of an answer until its end. Raises LimitReached."""
+        """Reserve memory for an answer's log-probabilities until the request ends. Raises LimitReached."""
         account, pool = self.account, self.account.pools.logprobs
         if num_logprobs:
             if not pool.allows(account, num_logprobs):
@@ -576,7 +576,7 @@ class Reservation:
             self.num_logprobs += num_logprobs
 
     def hold_body(self, num_bytes: int) -> None:
-        """Count received bytes of the body until `release_body` or the end. Raises LimitReached."""
+        """Count received bytes of the body until `release_body` or the request's end. Raises LimitReached."""
         account, pool = self.account, self.account.pools.body_bytes
         if not pool.allows(account, num_bytes):
             raise LimitReached(
@@ -589,7 +589,7 @@ class Reservation:
         self.num_body_bytes += num_bytes
 
     def release_body(self) -> None:
-        """Stop counting the body, which is no longer in memory."""
+        """Stop counting the body. Call once the body is no longer in memory."""
         self.account.pools.body_bytes.take(self.account, -self.num_body_bytes)
         self.num_body_bytes = 0
 

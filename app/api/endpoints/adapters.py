@@ -32,11 +32,11 @@ class LoadedAdapters:
 
 
 class AdapterFleet(Protocol):
-    """All replicas of one model."""
+    """Loads adapters on all replicas of one model."""
 
     @property
     def adapters(self) -> Sequence[Adapter]:
-        """The adapters that this process serves. A call of `loaded` updates them from all replicas."""
+        """The adapters that this process serves. `loaded` updates them from all replicas."""
 
     async def loaded(self) -> Answers[LoadedAdapters]:
         """Ask all replicas for the adapters that they have loaded."""
@@ -47,7 +47,7 @@ class AdapterFleet(Protocol):
         ...
 
     async def unload(self, name: str) -> None:
-        """Stop serving an adapter. Requests that use the adapter are completed."""
+        """Stop serving an adapter. Requests that already use the adapter are completed."""
         ...
 
 
@@ -65,7 +65,7 @@ class AdapterRoutes(RouteGroup):
     """The routes of `/admin/adapters`, for admins."""
 
     def __init__(self, handler: RequestHandler, fleets: Mapping[str, AdapterFleet]) -> None:
-        """`fleets` are by model name. A model without a fleet has only the adapters of the config."""
+        """`fleets` maps model names to fleets. A model without a fleet offers only the adapters of the config."""
         self._handler = handler
         self._fleets = fleets
 

@@ -1,4 +1,4 @@
-"""GET /admin/keys and /admin/fleet: the usage of each API key, and the state of replicas. No keys, no prompts."""
+"""GET /admin/keys and /admin/fleet: the usage of each API key and the state of replicas, without keys or prompts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ReportT = TypeVar("ReportT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """The report of one process that sends requests to replicas: an ingress, or the process of batches."""
+    """The report of one process that sends requests to replicas: an ingress or the batches process."""
 
     process: str
     usage: Mapping[str, Usage] = field(default_factory=dict)  # by the name of the key
-    used: Mapping[UsedFor, Used] = field(default_factory=dict)  # usage that the ledger may not have yet
-    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # the replicas that it sees, by model
+    used: Mapping[UsedFor, Used] = field(default_factory=dict)  # usage that the ledger may not contain yet
+    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # the replicas that the process sees, by model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers(Generic[ReportT]):
-    """The reports of the processes or replicas that answered in time, and the number of those that did not."""
+    """The reports of the processes or replicas that answered in time, and the number that did not answer."""
 
     reports: Sequence[ReportT]
     num_missing: int = 0
@@ -66,7 +66,7 @@ class AdminRoutes(RouteGroup):
     async def fleet(self, request: Request) -> Response:
         """List each process's view of each model's replicas. The views differ if the network is partitioned.
 
-        The list has the wanted number of replicas for models with autoscaling.
+        `autoscaling` in the response lists the target number of replicas of each autoscaled model.
         """
         answers = await self._collect()
         entries = [
@@ -84,7 +84,7 @@ def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
 
 
 def only_this_process(authenticator: Authenticator) -> Collect:
-    """Return a `Collect` for an application of one process."""
+    """Return a `Collect` that reports only this process."""
 
     async def collect() -> Answers[ProcessReport]:
         used = authenticator.pools.usage.uncounted()

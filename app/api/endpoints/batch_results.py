@@ -22,12 +22,12 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 
 
 def encoded_json(value: Json) -> bytes:
-    """Encode a value as responses and lines of files are encoded."""
+    """Encode a value as compact JSON, the form of responses and of the lines of files."""
     return _encode(value).encode()
 
 
 def result(index: int, custom_id: str, answered: ItemResponse | None, error: Json | None = None) -> Json:
-    """Return one entry: a response, or an error. The entry has an HTTP status if the item reached its endpoint."""
+    """Return an item's entry with its response or error. The HTTP status is null if the item reached no endpoint."""
     body = None if answered is None else answered.body
     latency_s = None if answered is None else answered.latency_s
     num_tokens = (body or {}).get("usage", {}).get("completion_tokens", 0)
@@ -79,11 +79,11 @@ def _merged(sent: bytes, output: bytes, errors: bytes) -> bytes:
 
 
 def _end(line: bytes) -> tuple[str, Callable[[int], bytes]]:
-    """Return the custom id of a line of output, and a function that writes its result, given its index in the input.
+    """Return the custom id in a line of output, and a function that writes the item's result for an input index.
 
     The body of a response is copied unparsed, because parsing and writing megabytes would block all other threads.
     """
-    before, body_mark, rest = line.partition(_BODY_MARK)  # inside a text, the quotes of the mark have backslashes
+    before, body_mark, rest = line.partition(_BODY_MARK)  # no text contains the mark, because quotes are escaped there
     if body_mark and rest.endswith(_BEHIND_BODY):
         parsed = from_json(before + b"}}")
         if parsed["response"]["status_code"] == 200:
@@ -98,7 +98,7 @@ def _end(line: bytes) -> tuple[str, Callable[[int], bytes]]:
 
 
 def _with_body(entry: Json, body: bytes) -> bytes:
-    """Return the entry as JSON, with `body`, which is JSON already, as its response."""
+    """Return the entry as JSON, with `body`, which is already encoded, as its response."""
     fields = (f'"{name}":'.encode() + (body if name == "response" else _encode(entry[name]).encode()) for name in entry)
     return b"{" + b",".join(fields) + b"}"
 

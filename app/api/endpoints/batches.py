@@ -32,7 +32,7 @@ def _text(value: Any) -> Any:
 
 
 class WebhookRequest(Schema):
-    """The receiver of the message about the batch's end. The secret signs the message (Standard Webhooks)."""
+    """The receiver of a message when the batch ends. The secret signs the message (Standard Webhooks)."""
 
     url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
     secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)

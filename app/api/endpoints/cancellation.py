@@ -1,4 +1,4 @@
-"""POST /v1/requests/{id}/cancel: a running request ends as if its client had disconnected; its client gets an error."""
+"""POST /v1/requests/{id}/cancel: ends a running request as if its client had disconnected, but sends it an error."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from app.api.http.operations import Operation, RouteGroup
 from app.api.request_context import RequestContext
 from app.errors import NotFound
 
-# Ends the request with this id if the named account has sent it (None: any account). Returns whether it was found.
+# Ends the request with this id if the named account sent it (None means any account). Returns whether it was found.
 Cancel = Callable[[str, str | None], Awaitable[bool]]
 
 
 class RunningCalls:
-    """The calls of clients that wait for this process."""
+    """The calls that this process is answering."""
 
     def __init__(self, fleets: Mapping[str, WatchedFleet]) -> None:
-        """`fleets` are by model name."""
+        """`fleets` maps model names to fleets."""
         self._fleets = fleets
         self.contexts: set[RequestContext] = set()
 
     async def cancel(self, request_id: str, account: str | None) -> bool:
         """Cancel a call of this process; see `Cancel`.
 
-        The id is the id of the request, of the response, or of an engine's request: the live view shows engine ids.
-        Searches all calls: cancellations are rare, and without an index a request does no work for them.
+        `request_id` identifies the request, its response, or one of its engine requests, whose ids the live view shows.
+        Searches all calls, because cancellations are rare and an index would cost work for every request.
         """
         ended = [
             self._fleets[prepared.model.base].cancel(each.request_id)
@@ -45,7 +45,7 @@ class RunningCalls:
 
 
 class CancelRoutes(RouteGroup):
-    """The cancel route. Only admins can cancel requests of another account; other clients get NotFound."""
+    """The cancel route. Only admins may cancel requests of another account; other clients receive NotFound."""
 
     def __init__(self, cancel: Cancel) -> None:
         self._cancel = cancel

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from app.api.generation import encode_chat, prepare_generation, shared_fields, truncated
+from app.api.endpoints.endpoint import Endpoint
+from app.api.generation import check_bulk_answer, encode_chat, prepare_generation, shared_fields, truncated
+from app.api.output.completion_writers import ChatCompletion, ChatFormat, ChoiceWriter
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.fields import ReasoningEffort
 from app.api.schemas.requests import ChatRequest
+from app.batches import CHATS_PATH
 from app.engine.request import Grammar, GrammarKind, Thought
+from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks
 
 # The share of the output that reasoning may take, by its effort. The numbers are OpenRouter's.
@@ -34,6 +38,13 @@ def prepare_chat(
     return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
 
 
+def check_bulk_chat(body: ChatRequest) -> None:
+    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    check_bulk_answer(body)
+    if body.tools and body.tool_choice != "none":
+        raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")
+
+
 def _with_thought(
     grammar: Grammar | None,
     reasoning: Reasoning,
@@ -42,7 +53,7 @@ def _with_thought(
     prompt: tuple[int, ...],
     max_tokens: int,
 ) -> Grammar | None:
-    """Return the grammar with reasoning before the constrained output, and with the limit of reasoning."""
+    """Return the grammar with the reasoning before the constrained output, and with the limit of reasoning tokens."""
     budget = _budget(body, max_tokens)
     if (grammar is None and budget is None) or _is_over(reasoning, body, model, prompt):
         return grammar
@@ -51,24 +62,35 @@ def _with_thought(
 
 
 def _budget(body: ChatRequest, max_tokens: int) -> int | None:
-    """Return the most tokens of reasoning, or None for no limit. A budget in the body overrides the effort."""
+    """Return the limit of reasoning tokens, or None for no limit. A budget in the body overrides the effort."""
     if body.thinking_token_budget is not None or body.reasoning_effort is None:
         return body.thinking_token_budget
     return int(max_tokens * _EFFORTS[body.reasoning_effort])
 
 
 def _reasoning(body: ChatRequest, model: ServedModel, marks: ReasoningMarks, prompt: tuple[int, ...]) -> Reasoning:
-    """Return how reasoning is found in the output. The template or a continued final message may already begin it."""
+    """Return how to find reasoning in the output. The template or a continued message may have begun the reasoning."""
     if body.continue_final_message:
         return Reasoning(marks=marks, is_open=marks.are_open(body.messages[-1].content or ""))
     return Reasoning(marks=marks, is_open=_ends_with(prompt, model, marks.begin))
 
 
 def _is_over(reasoning: Reasoning, body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> bool:
-    """Return whether reasoning is over: the template ends with empty reasoning, or a final message is continued."""
+    """Return whether no reasoning follows: the template ends with empty reasoning, or a final message is continued."""
     return not reasoning.is_open and (body.continue_final_message or _ends_with(prompt, model, reasoning.marks.end))
 
 
 def _ends_with(prompt: tuple[int, ...], model: ServedModel, mark: str) -> bool:
     max_mark_tokens = 16  # enough for a mark and the line break after it
     return model.tokenizer.decode(prompt[-max_mark_tokens:], skip_special_tokens=False).rstrip().endswith(mark)
+
+
+CHATS = Endpoint(
+    CHATS_PATH,
+    ChatRequest,
+    prepare_chat,
+    lambda _: ChoiceWriter(ChatFormat()),
+    summary="Generate the next message",
+    response=ChatCompletion,
+    check_bulk=check_bulk_chat,
+)

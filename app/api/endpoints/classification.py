@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import TypedDict
 
-from app.api.endpoints.embeddings import Vector, check_number_of_texts, encode_texts, results_of
+from app.api.endpoints.embeddings import check_number_of_texts, check_one_text, encode_texts
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import prepare_pooling
-from app.api.output.response_state import ResponseState, Writer
+from app.api.output.readouts import ListOfRows, ReadoutWriter, Vector
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import ClassifyRequest
-from app.engine.request import Pooling
+from app.engine.request import ModelInfo, Pooling
 from app.errors import Failure, InvalidRequest
-from app.json_pieces import Json, Rows
+from app.json_pieces import Rows
 
 
 def prepare_classification(body: ClassifyRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
@@ -27,38 +29,49 @@ def prepare_classification(body: ClassifyRequest, model: ServedModel, context: R
     return prepare_pooling("classify-", body, model, context, encode_texts(body.input, body, model), pooling)
 
 
+class Label(TypedDict):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classification(ListOfRows):
+    data: Rows[Label]
+
+
 @dataclass(frozen=True, slots=True)
-class ClassificationWriter(Writer):
+class ClassificationWriter(ReadoutWriter[Vector]):
     """Writes the label and the probabilities of each text, in vLLM's format."""
 
     body: ClassifyRequest
 
-    async def full_response(self, state: ResponseState) -> Json:
-        """Wait for the scores of all texts and write them."""
-        labels = state.prepared.model.model_info.labels
-        results = await results_of(state, lambda index, scores: _checked(index, scores, labels))
-        state.log_end()
-        num_tokens = state.prepared.num_prompt_tokens
-        return {
-            "id": state.prepared.response_id,
-            "object": "list",
-            "created": state.prepared.created,
-            "model": state.prepared.model.name,
-            "data": Rows(lambda: ([class_of(each.tolist(), labels, at)] for at, each in enumerate(results))),
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+    def value(self, index: int, numbers: Vector, model_info: ModelInfo) -> Vector:
+        labels = model_info.labels
+        if len(numbers) != len(labels):
+            raise Failure(f"the model gave text {index} {len(numbers):,} scores, but has {len(labels):,} labels")
+        if not np.isfinite(numbers).all():
+            raise Failure(f"the model gave text {index} scores that are not finite: {numbers[:10].tolist()}")
+        return numbers
+
+    def rows(self, values: Sequence[Vector], model_info: ModelInfo) -> Rows[Label]:
+        labels = model_info.labels
+        return Rows(lambda: ([_label(at, each.tolist(), labels)] for at, each in enumerate(values)))
 
 
-def _checked(index: int, scores: Vector, labels: Sequence[str]) -> Vector:
-    """Return the scores of a text. Raises Failure if their number is wrong or a score is not finite."""
-    if len(scores) != len(labels):
-        raise Failure(f"the model gave text {index} {len(scores):,} scores, but has {len(labels):,} labels")
-    if not np.isfinite(scores).all():
-        raise Failure(f"the model gave text {index} scores that are not finite: {scores[:10].tolist()}")
-    return scores
-
-
-def class_of(probabilities: Sequence[float], labels: Sequence[str], index: int = 0) -> Json:
+def _label(index: int, probabilities: list[float], labels: Sequence[str]) -> Label:
     """Return the row of a text with its likeliest label. The first label wins a tie."""
     best = max(range(len(labels)), key=probabilities.__getitem__)
-    return {"index": index, "label": labels[best], "probs": list(probabilities), "num_classes": len(labels)}
+    return {"index": index, "label": labels[best], "probs": probabilities, "num_classes": len(labels)}
+
+
+CLASSIFY = Endpoint(
+    "/v1/classify",
+    ClassifyRequest,
+    prepare_classification,
+    ClassificationWriter,
+    summary="Compute the probability of each label for texts",
+    response=Classification,
+    check_bulk=check_one_text,
+    aliases=("/classify",),  # the path for vLLM's clients
+)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from app.api.generation import encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.endpoints.endpoint import Endpoint
+from app.api.generation import check_bulk_answer, encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.output.completion_writers import ChoiceWriter, Completion, CompletionFormat
 from app.api.prepared_request import EchoedPrompt, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
+from app.batches import COMPLETIONS_PATH
 from app.errors import InvalidRequest
 
 
@@ -44,10 +47,18 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
     )
 
 
+def check_bulk_completion(body: CompletionRequest) -> None:
+    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    check_bulk_answer(body, echo=body.echo)
+    if len(body.prompt) != 1:
+        message = f"prompt holds {len(body.prompt):,} prompts; an item has one prompt: write an item for each prompt"
+        raise InvalidRequest(message, param="prompt")
+
+
 def _echoes(
     body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[EchoedPrompt, ...]:
-    """Return the echo of each prompt: the text as sent. The echo of token ids or a cut text is decoded from the ids."""
+    """Return the echo of each prompt: the text as sent, or the decoded ids of a truncated prompt or a prompt of ids."""
     is_cut = body.truncate_prompt_tokens is not None
     added, _ = model.tokenizer.added_around if body.add_special_tokens else ((), ())
 
@@ -60,3 +71,14 @@ def _echoes(
         )
 
     return tuple(echo(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))
+
+
+COMPLETIONS = Endpoint(
+    COMPLETIONS_PATH,
+    CompletionRequest,
+    prepare_completion,
+    lambda _: ChoiceWriter(CompletionFormat()),
+    summary="Continue a text",
+    response=Completion,
+    check_bulk=check_bulk_completion,
+)

@@ -13,15 +13,20 @@ from functools import lru_cache
 from itertools import islice, product
 from string import ascii_uppercase, digits
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Literal, NotRequired
 
+from typing_extensions import TypedDict
+
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import check_call_tokens, encode_prompts, generates_nothing, prepare_prompts
+from app.api.output.answer import ResponsesUsage
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ResponseState, Writer
+from app.api.output.readouts import ReadoutWriter
+from app.api.output.response_state import ResponseState
 from app.api.prepared_request import PreparedRequest, ServedModel, TokenDetailOptions
 from app.api.request_context import RequestContext
 from app.api.schemas.decisions import AnyQuestion, Choice, DecisionsRequest, Option, Predicate, Score, ScoreLevel
-from app.engine.request import SamplingParams
+from app.engine.request import ModelInfo, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest, Unavailable
 from app.json_pieces import Json, Rows
 from app.text import Tokenizer
@@ -190,46 +195,73 @@ def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) ->
 # ---------------------------------------------------------------------- answers
 
 
+def check_one_question(body: DecisionsRequest) -> None:
+    """Raise InvalidRequest for an item of a bulk run with several questions."""
+    if len(body.questions) != 1:
+        message = f"questions holds {len(body.questions):,}; an item has one question: write an item for each"
+        raise InvalidRequest(message, param="questions")
+
+
+class Decision(TypedDict):
+    type: Literal["predicate", "choice", "score"]
+    name: str | None
+    probability: NotRequired[float]  # only of a predicate, which has none of the fields below
+    choice: NotRequired[str | bool]
+    score: NotRequired[float]
+    probabilities: NotRequired[list[Json]]
+    confidence: NotRequired[float]
+
+
+class Decisions(TypedDict):
+    model: str
+    answers: Rows[Decision]
+    usage: ResponsesUsage
+
+
 @dataclass(frozen=True, slots=True)
-class DecisionsWriter(Writer):
-    """Writes the response to one call. The prompt version is a header: OpenAI's schema allows no other fields."""
+class DecisionsWriter(ReadoutWriter[Sequence[float]]):
+    """Writes the answers. The prompt version is a header: OpenAI's schema allows no other fields."""
 
     headers: ClassVar[Mapping[str, str]] = MappingProxyType({"x-carousel-prompt-version": str(PROMPT_VERSION)})
 
     body: DecisionsRequest
 
-    async def full_response(self, state: ResponseState) -> Json:
-        """Wait for all answers and return them as the response."""
-        logprobs = await label_logprobs(state)
-        state.log_end()
-        questions = self.body.questions
-        return {
-            "model": state.prepared.model.name,
-            "answers": Rows(lambda: ([answer_to(*each)] for each in zip(questions, logprobs, strict=True))),
-            "usage": state.usage_of_responses(),
-        }
+    async def values(self, state: ResponseState) -> Sequence[Sequence[float]]:
+        return await label_logprobs(state)
+
+    def value(self, index: int, numbers: Sequence[float], model_info: ModelInfo) -> Sequence[float]:
+        return _checked(index, numbers)
+
+    def rows(self, values: Sequence[Sequence[float]], model_info: ModelInfo) -> Rows[Decision]:
+        return Rows(lambda: ([answer_to(*each)] for each in zip(self.body.questions, values, strict=True)))
+
+    def response(self, state: ResponseState, rows: Rows[Decision]) -> Decisions:
+        return {"model": state.prepared.model.name, "answers": rows, "usage": state.usage_of_responses()}
 
 
-async def label_logprobs(state: ResponseState) -> list[tuple[float, ...]]:
+async def label_logprobs(state: ResponseState) -> list[Sequence[float]]:
     """Wait for a call's requests; return the log-probabilities of each one's labels. Raises Unavailable and Failure."""
-    found: dict[int, tuple[float, ...]] = {}
+    found: dict[int, Sequence[float]] = {}
 
     def keep(piece: ChoiceDelta) -> None:
         if piece.details is not None and piece.details.logprobs:
             found[piece.index] = piece.details.logprobs[0].top_logprobs
 
     await state.read(keep)
-    requests = state.prepared.requests
-    for index, request in enumerate(requests):
-        logprobs = found.get(index, ())
-        if len(logprobs) != len(request.sampling.logprob_token_ids):
+    for index, request in enumerate(state.prepared.requests):
+        if len(found.get(index, ())) != len(request.sampling.logprob_token_ids):
             raise Unavailable("a replica of an older version returned no probabilities of labels; try again")
-        if not math.isfinite(max(logprobs)):
-            raise Failure(f"the model gave the answers to question {index} the log-probabilities {logprobs[:10]}")
-    return [found[index] for index in range(len(requests))]
+    return [_checked(index, found[index]) for index in range(len(found))]
 
 
-def answer_to(question: AnyQuestion, logprobs: Sequence[float]) -> Json:
+def _checked(index: int, logprobs: Sequence[float]) -> Sequence[float]:
+    """Return the log-probabilities of a question's labels. Raises Failure if none of them is finite."""
+    if not math.isfinite(max(logprobs)):
+        raise Failure(f"the model gave the answers to question {index} the log-probabilities {logprobs[:10]}")
+    return logprobs
+
+
+def answer_to(question: AnyQuestion, logprobs: Sequence[float]) -> Decision:
     """Return the answer from the log-probabilities of its labels. At least one of them must be finite.
 
     `confidence` is the probability of the likeliest label among all tokens of the vocabulary.
@@ -238,17 +270,32 @@ def answer_to(question: AnyQuestion, logprobs: Sequence[float]) -> Json:
     weights = [math.exp(each - likeliest) for each in logprobs]
     total = sum(weights)
     shares = [weight / total for weight in weights]
-    common: Json = {"type": question.type, "name": question.name}
+    answer: Decision = {"type": question.type, "name": question.name}
     if isinstance(question, Predicate):
-        return common | {"probability": shares[0]}
+        answer["probability"] = shares[0]
+        return answer
     if isinstance(question, Choice):
         values = [each.value for each in question.choices]
-        common["choice"] = values[logprobs.index(likeliest)]
-        rows = [{"value": value, "probability": share} for value, share in zip(values, shares, strict=True)]
+        answer["choice"] = values[logprobs.index(likeliest)]
+        answer["probabilities"] = [
+            {"value": value, "probability": share} for value, share in zip(values, shares, strict=True)
+        ]
     else:
-        common["score"] = sum(level * share for level, share in enumerate(shares))
-        rows = [
+        answer["score"] = sum(level * share for level, share in enumerate(shares))
+        answer["probabilities"] = [
             {"value": level, "label": each.label, "probability": share}
             for level, (each, share) in enumerate(zip(question.levels, shares, strict=True))
         ]
-    return common | {"probabilities": rows, "confidence": math.exp(likeliest)}
+    answer["confidence"] = math.exp(likeliest)
+    return answer
+
+
+DECISIONS = Endpoint(
+    "/v1/decisions",
+    DecisionsRequest,
+    prepare_decisions,
+    DecisionsWriter,
+    summary="Answer questions about a text by probabilities",
+    response=Decisions,
+    check_bulk=check_one_question,
+)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
+from typing_extensions import TypedDict
 
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import encode_chat, encode_prompts, prepare_pooling
-from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ResponseState, Writer
+from app.api.output.readouts import PromptUsage, ReadoutWriter, Vector, prompt_usage, results_of
+from app.api.output.response_state import ResponseState
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import EmbeddingsRequest, TextsRequest
+from app.engine.request import ModelInfo
 from app.errors import ContextTooLong, Failure, InvalidRequest
-from app.json_pieces import Json, Rows
+from app.json_pieces import Rows
 from app.text.text_pairs import EncodedText
-
-Vector = npt.NDArray[np.float32]
-T = TypeVar("T")
 
 
 def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
@@ -109,26 +108,42 @@ def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
         )
 
 
+def check_one_text(body: Any) -> None:
+    """Raise InvalidRequest for an item of a bulk run with several texts."""
+    if body.input is not None and len(body.input) != 1:
+        message = f"input holds {len(body.input):,} texts; an item has one text: write an item for each text"
+        raise InvalidRequest(message, param="input")
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: Rows[Embedding]
+    model: str
+    usage: PromptUsage
+
+
 @dataclass(frozen=True, slots=True)
-class EmbeddingsWriter(Writer):
-    """Writes the response to one call."""
+class EmbeddingsWriter(ReadoutWriter[Vector]):
+    """Writes the vector of each text."""
 
     body: EmbeddingsRequest
 
-    async def full_response(self, state: ResponseState) -> Json:
-        """Wait for all vectors and return them as the response."""
-        body = self.body
-        vectors = await vectors_of(state, dimensions=body.dimensions, are_normalised=body.is_activated)
-        state.log_end()
-        num_tokens = state.prepared.num_prompt_tokens
-        return {
-            "object": "list",
-            "data": Rows(lambda: ([self._row(at, each)] for at, each in enumerate(vectors))),
-            "model": state.prepared.model.name,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+    def value(self, index: int, numbers: Vector, model_info: ModelInfo) -> Vector:
+        return first_numbers(numbers, self.body.dimensions, are_normalised=self.body.is_activated)
 
-    def _row(self, index: int, vector: Vector) -> Json:
+    def rows(self, values: Sequence[Vector], model_info: ModelInfo) -> Rows[Embedding]:
+        return Rows(lambda: ([self._row(at, each)] for at, each in enumerate(values)))
+
+    def response(self, state: ResponseState, rows: Rows[Embedding]) -> Embeddings:
+        return {"object": "list", "data": rows, "model": state.prepared.model.name, "usage": prompt_usage(state)}
+
+    def _row(self, index: int, vector: Vector) -> Embedding:
         return {"object": "embedding", "index": index, "embedding": self._written(vector)}
 
     def _written(self, vector: Vector) -> list[float] | str:
@@ -137,38 +152,16 @@ class EmbeddingsWriter(Writer):
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-async def vectors_of(
-    state: ResponseState, *, dimensions: int | None = None, are_normalised: bool = True
-) -> list[Vector]:
-    """Wait for the vectors of all requests of a call. Each vector is cut to its first `dimensions` numbers, if given.
-
-    The vectors are scaled to length 1, unless `are_normalised` is false. A cut vector may be all zeros, above all in
-    bfloat16; it stays all zeros.
-    """
-    return await results_of(state, lambda _, numbers: first_numbers(numbers, dimensions, are_normalised=are_normalised))
-
-
-async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> list[T]:
-    """Wait for the output of all requests of a call; return the result of `make(index, output)` for each.
-
-    An output is a vector of any length, or the scores of labels. Raises Failure if a request ends without an output.
-    """
-    results: dict[int, T] = {}
-
-    def keep(piece: ChoiceDelta) -> None:
-        if piece.finish_reason is not None:
-            if piece.embedding is None:
-                raise Failure(f"the request of text {piece.index} ended without a vector")
-            results[piece.index] = make(piece.index, np.frombuffer(piece.embedding, np.float32))
-
-    await state.read(keep)
-    return [results[index] for index in range(len(state.outputs))]
+async def vectors_of(state: ResponseState) -> list[Vector]:
+    """Wait for the vectors of all requests of a call, scaled to length 1."""
+    return await results_of(state, lambda _, numbers: first_numbers(numbers, None))
 
 
 def first_numbers(numbers: Vector, dimensions: int | None, *, are_normalised: bool = True) -> Vector:
     """Return the first `dimensions` numbers of a vector, by default scaled to length 1.
 
-    Raises Failure if the length of the whole vector is zero or not finite.
+    A cut vector may be all zeros, above all in bfloat16; it stays all zeros. Raises Failure if the length of the whole
+    vector is zero or not finite.
     """
     exact = numbers.astype(np.float64)
     length = math.sqrt(exact @ exact)
@@ -178,3 +171,14 @@ def first_numbers(numbers: Vector, dimensions: int | None, *, are_normalised: bo
     if are_normalised:
         kept = kept / (math.sqrt(kept @ kept) or 1.0)
     return kept.astype(np.float32)
+
+
+EMBEDDINGS = Endpoint(
+    "/v1/embeddings",
+    EmbeddingsRequest,
+    prepare_embeddings,
+    EmbeddingsWriter,
+    summary="Compute embeddings of texts",
+    response=Embeddings,
+    check_bulk=check_one_text,
+)

@@ -1,4 +1,4 @@
-"""GET /admin/live: the work of all engines as server-sent events. Ids, tenants and numbers; no prompts, no outputs."""
+"""GET /admin/live: streams the work of all engines. Events contain ids, tenants and numbers, no prompts or outputs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, T
 from app.errors import InvalidRequest, Overloaded
 
 PERIOD_S = 0.2  # the period at which replicas send views
-MAX_VIEWERS = 20  # of one process
+MAX_VIEWERS = 20  # per process
 # Events that are stored for late viewers. A later viewer misses older events, so memory does not grow with the delay.
 # The stored events span more time than a replica takes between two full views.
 _NUM_KEPT = 15
-# A stream ends after this time and the viewer asks for the next, because an ingress that stops waits for its streams.
+# A stream ends after this time and the viewer opens the next, because an ingress that stops waits for open streams.
 STREAM_S = 10.0
-# A viewer that has not read its stream this long after its end is disconnected and makes room for another viewer.
+# A viewer that has not read its stream by this time after the stream's end is disconnected, to admit other viewers.
 _SLOWNESS_S = 10.0
 # Replicas send views for this long after the last viewer left, so a viewer that returns at once misses nothing.
 _LINGER_S = 2.0
 
 
 class WatchedFleet(Protocol):
-    """The part of `app.fleet.Fleet` that the live view needs."""
+    """The part of `app.fleet.Fleet` that the live view, /load and cancellations use."""
 
     def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
         """Call `on_view(replica_id, view)` for each view of a replica, several times a second. None stops the calls."""
@@ -48,14 +48,14 @@ class WatchedFleet(Protocol):
 
     @property
     def last_decision(self) -> dict[str, str] | None:
-        """The reason for the replica of the last request, and the loads of the replicas at that time."""
+        """The reason why the last request's replica was chosen, and the loads of all replicas at that time."""
 
 
 class LiveFeed:
-    """One event every `PERIOD_S` for all viewers of a process. Without viewers, no events are made or sent."""
+    """Creates one event every `PERIOD_S` for all viewers of a process, and none while nobody watches."""
 
     def __init__(self, fleets: Mapping[str, WatchedFleet], clock: Callable[[], float] = time.time) -> None:
-        """`fleets` are by model name; `clock` returns seconds of wall time."""
+        """`fleets` maps model names to fleets. `clock` returns seconds of wall time."""
         self._fleets = fleets
         self._clock = clock
         self._num_viewers = 0
@@ -66,7 +66,7 @@ class LiveFeed:
         self._watched_at = 0.0  # the last time with a viewer, by the event loop's clock
 
     async def events(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events later than the time `after` (in milliseconds) for `STREAM_S`. The first names the fields.
+        """Yield the events later than `after` (milliseconds of wall time) for `STREAM_S`. The first names the fields.
 
         Raises Overloaded if there are too many viewers.
         """
@@ -88,7 +88,7 @@ class LiveFeed:
                     await self._ticked.wait()
                 else:
                     after, data = newer
-                    yield data  # one by one: a slow viewer holds one event, and viewers share all others
+                    yield data  # one at a time, so that a slow viewer holds no more than one old event
         finally:
             self._num_viewers -= 1
 
@@ -99,7 +99,7 @@ class LiveFeed:
         self._tick()
 
     def _tick(self) -> None:
-        """Make an event and schedule the next one. Stops `_LINGER_S` after the last viewer left."""
+        """Create an event and schedule the next one. Stops `_LINGER_S` after the last viewer left."""
         loop = asyncio.get_running_loop()
         if self._num_viewers:
             self._watched_at = loop.time()
@@ -162,7 +162,7 @@ def _names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return kind.__struct_fields__
 
 
-# Views are sent as lists without names: names in every event, five times a second, would be most of the bytes.
+# Views are sent as lists without field names, which would make up most of the bytes of every event.
 _FIELDS = b"event: fields\ndata: %b\n\n" % msgspec.json.encode(
     {
         "view": _names(EngineSnapshot),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NotRequired, cast
 
 from pydantic_core import from_json, to_json
+from typing_extensions import TypedDict
 
 from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import MESSAGES_PATH, error_body
-from app.api.output.answer import GrowingText
+from app.api.output.answer import GrowingText, MoreUsage
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.output.tool_calls import ToolCallDelta
@@ -20,7 +22,36 @@ from app.api.request_context import RequestContext
 from app.api.schemas.messages import MessagesRequest
 from app.json_pieces import Json, named_event
 
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+_STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class ContentBlock(TypedDict):
+    type: Literal["thinking", "text", "tool_use"]
+    thinking: NotRequired[str]
+    signature: NotRequired[str]
+    text: NotRequired[str]
+    id: NotRequired[str]
+    name: NotRequired[str]
+    input: NotRequired[Json]
+
+
+class MessagesUsage(MoreUsage):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class CreatedMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason
+    stop_sequence: str | None
+    usage: MessagesUsage
 
 
 def prepare_message(body: MessagesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
@@ -31,7 +62,7 @@ def prepare_message(body: MessagesRequest, model: ServedModel, context: RequestC
 class MessagesWriter(Writer):
     """Writes the answer to one call of /v1/messages."""
 
-    async def full_response(self, state: ResponseState) -> Json:
+    async def full_response(self, state: ResponseState) -> CreatedMessage:
         """Wait for the end and return the message."""
         message = MessageBuilder(state)
         await state.read(lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
@@ -53,7 +84,7 @@ class MessageBuilder:
     def __init__(self, state: ResponseState) -> None:
         self._state = state
         self._content: list[_Thinking | _Text | _ToolUse] = []
-        self._stop_reason: str | None = None
+        self._stop_reason: StopReason | None = None
         self._stop_sequence: str | None = None
         self.has_begun = False
 
@@ -87,8 +118,8 @@ class MessageBuilder:
         if piece.finish_reason is not None:
             yield from self._end(piece.finish_reason, piece.stop_reason)
 
-    def as_json(self) -> Json:
-        """Return the message in its current state."""
+    def as_json(self) -> CreatedMessage:
+        """Return the message in its current state. Only a message that has not ended has no stop reason."""
         prepared = self._state.prepared
         return {
             "id": prepared.response_id,
@@ -96,13 +127,12 @@ class MessageBuilder:
             "role": "assistant",
             "model": prepared.model.name,
             "content": [block.as_json() for block in self._content],
-            "stop_reason": self._stop_reason,
+            "stop_reason": cast(StopReason, self._stop_reason),
             "stop_sequence": self._stop_sequence,
             "usage": self._usage(),
         }
 
-    def _usage(self) -> Json:
-        """Return the usage by Anthropic's count: prompt tokens that were read from the cache are not input tokens."""
+    def _usage(self) -> MessagesUsage:
         usage = self._state.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -160,7 +190,7 @@ class _Thinking:
 
     text: GrowingText = field(default_factory=GrowingText)
 
-    def as_json(self) -> Json:
+    def as_json(self) -> ContentBlock:
         return {"type": "thinking", "thinking": str(self.text), "signature": ""}
 
     @staticmethod
@@ -174,7 +204,7 @@ class _Text:
 
     text: GrowingText = field(default_factory=GrowingText)
 
-    def as_json(self) -> Json:
+    def as_json(self) -> ContentBlock:
         return {"type": "text", "text": str(self.text)}
 
     @staticmethod
@@ -190,7 +220,7 @@ class _ToolUse:
     name: str
     text: GrowingText = field(default_factory=GrowingText)
 
-    def as_json(self) -> Json:
+    def as_json(self) -> ContentBlock:
         return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": _object_of(str(self.text))}
 
     @staticmethod
@@ -199,10 +229,20 @@ class _ToolUse:
 
 
 def _object_of(arguments: str) -> dict[str, Any]:
-    """Return the arguments as an object: truncated arguments up to their end, and {} if they are not an object."""
+    """Parse the arguments as an object. Truncated JSON is accepted, and anything but an object becomes {}."""
     try:
         # A model may write a number that overflows to infinity, which JSON cannot express. The number becomes null.
         value = from_json(to_json(from_json(arguments, allow_partial=True), inf_nan_mode="null"))
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+MESSAGES = Endpoint(
+    MESSAGES_PATH,
+    MessagesRequest,
+    prepare_message,
+    lambda _: MessagesWriter(),
+    summary="Generate a message",
+    response=CreatedMessage,
+)

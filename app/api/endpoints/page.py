@@ -12,7 +12,7 @@ from app.api.http.operations import Operation, RouteGroup
 from app.errors import NotFound
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# The page loads nothing from other origins and runs no inline code, even if a displayed name has code. No framing.
+# The page loads nothing from other origins, cannot be framed, and runs no inline code that a displayed name contains.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

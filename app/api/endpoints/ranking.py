@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Literal, NotRequired
 
 import numpy as np
+from typing_extensions import TypedDict
 
-from app.api.endpoints.embeddings import Vector, results_of, vectors_of
+from app.api.endpoints.embeddings import first_numbers, vectors_of
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import check_call_tokens, check_texts, prepare_pooling
-from app.api.output.response_state import ResponseState, Writer
+from app.api.output.readouts import ListOfRows, PromptUsage, ReadoutWriter, Vector, prompt_usage, results_of
+from app.api.output.response_state import ResponseState
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.ranking import RankingRequest, RerankRequest, ScoreRequest
-from app.engine.request import Pooling
+from app.engine.request import ModelInfo, Pooling
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Json, Rows
 from app.text.text_pairs import EncodedText
@@ -134,14 +139,28 @@ def _prepared(comparison: _Comparison, prefix: str, context: RequestContext) -> 
     return prepare_pooling(prefix, comparison.body, model, context, prompts, pooling)
 
 
+async def best_documents(number: int, top_n: int | None, state: ResponseState) -> list[tuple[int, float]]:
+    """Wait for the scores of `number` documents; return the index and score of the `top_n` best, the best first."""
+    scores = await _scores(state, num_firsts=1, num_pairs=number)
+    state.log_end()
+    return _best(scores, top_n)
+
+
+def _best(scores: Sequence[float], top_n: int | None) -> list[tuple[int, float]]:
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+    return [(index, scores[index]) for index in best]
+
+
 async def _scores(state: ResponseState, *, num_firsts: int, num_pairs: int) -> list[float]:
     """Wait for all requests of a call and return the scores of its pairs."""
     if state.prepared.model.model_info.scores_pairs:
-        scores = await results_of(state, _score)
-    else:
-        vectors = await vectors_of(state)
-        scores = await _cosines(vectors[:num_firsts] * (num_pairs if num_firsts == 1 else 1), vectors[num_firsts:])
-    state.log_end()
+        return await results_of(state, _score)
+    scores: list[float] = []
+    for score in _cosines(await vectors_of(state), num_firsts, num_pairs):
+        scores.append(score)
+        cosines_at_once = 64  # computed in a millisecond
+        if len(scores) % cosines_at_once == 0:
+            await asyncio.sleep(0)
     return scores
 
 
@@ -153,70 +172,120 @@ def _score(pair: int, numbers: Vector) -> float:
     return float(score)
 
 
-async def _cosines(firsts: Sequence[Vector], seconds: Sequence[Vector]) -> list[float]:
-    """Return the cosine of each pair of vectors. All vectors must have length 1."""
-    cosines: list[float] = []
-    for first, second in zip(firsts, seconds, strict=True):
-        cosines.append(float(first.astype(np.float64) @ second.astype(np.float64)))
-        cosines_at_once = 64  # computed in a millisecond
-        if len(cosines) % cosines_at_once == 0:
-            await asyncio.sleep(0)
-    return cosines
+def _cosines(vectors: Sequence[Vector], num_firsts: int, num_pairs: int) -> Iterator[float]:
+    """Yield the cosine of each pair of vectors, which have length 1. The vectors of the first side come first."""
+    firsts = repeat(vectors[0], num_pairs) if num_firsts == 1 else vectors[:num_firsts]
+    for first, second in zip(firsts, vectors[num_firsts:], strict=True):
+        yield float(first.astype(np.float64) @ second.astype(np.float64))
 
 
-async def best_documents(number: int, top_n: int | None, state: ResponseState) -> list[tuple[int, float]]:
-    """Wait for the scores of `number` documents; return the index and score of the `top_n` best, the best first."""
-    scores = await _scores(state, num_firsts=1, num_pairs=number)
-    best = sorted(range(number), key=lambda index: -scores[index])[:top_n]
-    return [(index, scores[index]) for index in best]
+class _RankingWriter(ReadoutWriter[float]):
+    """Writes rows made of the scores of pairs."""
+
+    is_one_row = False
+    body: RankingRequest
+
+    async def values(self, state: ResponseState) -> list[float]:
+        firsts, seconds = self.body.sides
+        return await _scores(state, num_firsts=len(firsts), num_pairs=len(seconds))
+
+    def values_of(self, numbers: Sequence[Vector], model_info: ModelInfo) -> list[float]:
+        if model_info.scores_pairs:
+            return [_score(pair, each) for pair, each in enumerate(numbers)]
+        firsts, seconds = self.body.sides
+        return list(_cosines([first_numbers(each, None) for each in numbers], len(firsts), len(seconds)))
+
+
+class RankedDocument(TypedDict):
+    index: int
+    relevance_score: float
+    document: NotRequired[dict[Literal["text"], str]]
+
+
+class Rerank(TypedDict):
+    id: str
+    object: Literal["list"]
+    model: str
+    results: Rows[RankedDocument]
+    meta: Json
+    usage: PromptUsage
 
 
 @dataclass(frozen=True, slots=True)
-class RerankWriter(Writer):
-    """Writes documents in the order of their scores, in a format for the clients of Cohere v2, Jina and vLLM."""
+class RerankWriter(_RankingWriter):
+    """Writes documents in the order of their scores."""
 
     body: RerankRequest
 
-    async def full_response(self, state: ResponseState) -> Json:
-        body = self.body
-        best = await best_documents(len(body.documents), body.top_n or None, state)
-        num_tokens = state.prepared.num_prompt_tokens
+    def rows(self, values: Sequence[float], model_info: ModelInfo) -> Rows[RankedDocument]:
+        best = _best(values, self.body.top_n or None)
+        return Rows(lambda: ([self._row(index, score)] for index, score in best))
+
+    def response(self, state: ResponseState, rows: Rows[RankedDocument]) -> Rerank:
+        usage = prompt_usage(state)
         return {
             "id": state.prepared.response_id,
             "object": "list",
             "model": state.prepared.model.name,
-            "results": Rows(lambda: ([self._row(index, score)] for index, score in best)),
+            "results": rows,
             "meta": {
                 "api_version": {"version": "2"},
                 "billed_units": {"search_units": 1},
-                "tokens": {"input_tokens": num_tokens},
+                "tokens": {"input_tokens": usage["prompt_tokens"]},
             },
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "usage": usage,
         }
 
-    def _row(self, index: int, score: float) -> Json:
-        row: Json = {"index": index, "relevance_score": score}
-        return row | {"document": {"text": self.body.documents[index]}} if self.body.return_documents else row
+    def _row(self, index: int, score: float) -> RankedDocument:
+        row: RankedDocument = {"index": index, "relevance_score": score}
+        if self.body.return_documents:
+            row["document"] = {"text": self.body.documents[index]}
+        return row
+
+
+class PairScore(TypedDict):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(ListOfRows):
+    data: Rows[PairScore]
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreWriter(Writer):
+class ScoreWriter(_RankingWriter):
     """Writes the score of each pair, in vLLM's format."""
 
     body: ScoreRequest
 
-    async def full_response(self, state: ResponseState) -> Json:
-        firsts, seconds = self.body.sides
-        scores = await _scores(state, num_firsts=len(firsts), num_pairs=len(seconds))
-        num_tokens = state.prepared.num_prompt_tokens
-        return {
-            "id": state.prepared.response_id,
-            "object": "list",
-            "created": state.prepared.created,
-            "model": state.prepared.model.name,
-            "data": Rows.of(range(len(scores)), lambda some: [self._row(index, scores[index]) for index in some]),
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+    def rows(self, values: Sequence[float], model_info: ModelInfo) -> Rows[PairScore]:
+        return Rows.of(range(len(values)), lambda some: [_pair_score(index, values[index]) for index in some])
 
-    def _row(self, index: int, score: float) -> Json:
-        return {"index": index, "object": "score", "score": score}
+
+def _pair_score(index: int, score: float) -> PairScore:
+    return {"index": index, "object": "score", "score": score}
+
+
+RERANK = Endpoint(
+    "/v1/rerank",
+    RerankRequest,
+    prepare_rerank,
+    RerankWriter,
+    summary="Sort documents by their relevance to a query",
+    response=Rerank,
+    check_bulk=lambda _: None,  # all rows of an item are one text
+    aliases=("/v2/rerank", "/rerank"),  # the paths for clients of Cohere, and of vLLM, SGLang and TEI
+)
+
+
+SCORE = Endpoint(
+    "/v1/score",
+    ScoreRequest,
+    prepare_score,
+    ScoreWriter,
+    summary="Score how well texts match another text",
+    response=Scores,
+    check_bulk=lambda _: None,  # all rows of an item are one text
+    aliases=("/score",),  # the path for vLLM's clients
+)

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, takewhile
-from typing import Any
+from typing import Any, Literal, NotRequired, cast
 
 from msgspec import structs
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import error_body
-from app.api.output.answer import Answer, GrowingText
+from app.api.output.answer import Answer, GrowingText, ResponsesUsage
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import PackedLogprobs, TokenLogprob, TokenNames, chat_entry
@@ -25,7 +27,7 @@ from app.api.request_context import RequestContext
 from app.api.schemas.conversation import VendorTool
 from app.api.schemas.requests import ChatRequest
 from app.api.schemas.responses import ResponsesRequest, full_name
-from app.batches import RESPONSE_RUNS
+from app.batches import RESPONSE_RUNS, RESPONSES_PATH
 from app.errors import ContextTooLong, InvalidRequest
 from app.json_pieces import Json, Rows, joined, named_event, named_event_pieces
 
@@ -48,7 +50,7 @@ def prepare_response(body: ResponsesRequest, model: ServedModel, context: Reques
 
 
 def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], PreparedRequest]) -> PreparedRequest:
-    """Prepare a chat that is too long: its instructions and the most last turns that fit. Raises InvalidRequest.
+    """Prepare a chat that is too long, without its oldest turns but with its instructions. Raises InvalidRequest.
 
     A turn begins with a user message, so a tool call is never separated from its result.
     """
@@ -66,8 +68,58 @@ def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], Prepared
         except ContextTooLong:
             return False
 
-    # The search leaves out the last turn: if that turn does not fit, the error of this call has the numbers.
+    # The search excludes the last turn. If the last turn does not fit, this call raises the error with the numbers.
     return prepared(bisect_left(range(len(begins) - 1), True, key=fits))
+
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class RepeatedFields(TypedDict):  # the fields that repeat the request, in their order on the wire
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: Json
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Json
+    service_tier: str | None
+    store: bool
+    temperature: float
+    text: Json
+    tool_choice: str | Json
+    tools: list[Json]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    user: str | None
+
+
+class OutputItem(TypedDict):
+    id: str
+    type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
+    status: str
+    role: NotRequired[Literal["assistant"]]
+    summary: NotRequired[list[Json]]
+    content: NotRequired[list[Json]]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    namespace: NotRequired[str]
+    arguments: NotRequired[str]
+    input: NotRequired[str]
+
+
+class Response(RepeatedFields):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: ResponseStatus
+    error: Json | None
+    incomplete_details: Json | None
+    model: str
+    output: list[OutputItem]
+    usage: ResponsesUsage | None  # None until the response has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +128,7 @@ class ResponsesWriter(Writer):
 
     body: ResponsesRequest
 
-    async def full_response(self, state: ResponseState) -> Json:
+    async def full_response(self, state: ResponseState) -> Response:
         """Wait for the end and return the response."""
         response = self.event_writer(state)
         await state.read(lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
@@ -90,30 +142,18 @@ class ResponsesWriter(Writer):
         return structs.replace(state.info, of_body=to_json(_of_body(self.body)))
 
 
-def _of_body(body: ResponsesRequest) -> Json:
-    """Return the fields of a response that repeat its request."""
-    return {
-        "background": body.background,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "metadata": body.metadata,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": body.previous_response_id,
+def _of_body(body: ResponsesRequest) -> RepeatedFields:
+    repeated = {name: getattr(body, name) for name in RepeatedFields.__annotations__} | {
         "reasoning": body.reasoning.model_dump(),
-        "service_tier": body.service_tier,
-        "store": body.store,
-        "temperature": body.temperature,
         "text": {"format": body.text.format.as_json()},
         "tool_choice": body.tool_choice
         if isinstance(body.tool_choice, str)
         else body.tool_choice.model_dump(exclude_none=True),
         "tools": [tool.as_json() for tool in body.tools if not isinstance(tool, VendorTool)],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
-        "truncation": body.truncation,
         "user": body.user or None,
     }
+    return cast(RepeatedFields, repeated)
 
 
 def _namespaces(tools: Iterable[Json]) -> dict[str, tuple[str, str]]:
@@ -134,7 +174,7 @@ class ResponseBuilder:
     response.completed, or response.incomplete, or response.failed
     """
 
-    def __init__(self, answer: Answer, of_body: Json) -> None:
+    def __init__(self, answer: Answer, of_body: RepeatedFields) -> None:
         """`of_body` are the fields of the response that repeat its request."""
         self._answer = answer
         self._of_body = of_body
@@ -196,7 +236,7 @@ class ResponseBuilder:
             yield from self._call(call)
         if piece.finish_reason is not None:
             if self._pending_logprobs and not (self._output and not isinstance(self._output[-1], _Message)):
-                yield from self._say("")  # the end token has log-probabilities and no text
+                yield from self._say("")  # the end token has log-probabilities but no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
     def _stopped(self, status: str, error: Exception | None) -> Iterator[Json]:
@@ -205,15 +245,16 @@ class ResponseBuilder:
         kind = "incomplete" if status == "cancelled" else status
         yield self._event(f"response.{kind}", response=self.as_json())
 
-    def as_json(self) -> Json:
+    def as_json(self) -> Response:
         """Return the response in its current state."""
         info = self._answer.info
         is_incomplete = self._status == "incomplete"
-        return self._of_body | {
+        return {
+            **self._of_body,
             "id": info.response_id,
             "object": "response",
             "created_at": info.created,
-            "status": self._status,
+            "status": cast(ResponseStatus, self._status),
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "model": info.model,
@@ -232,7 +273,7 @@ class ResponseBuilder:
         if not self._output or not isinstance(self._output[-1], _ReasoningItem):
             yield from self._open(_ReasoningItem(self._item_id("rs")))
         item = self._output[-1]
-        assert isinstance(item, _ReasoningItem), "one was opened"
+        assert isinstance(item, _ReasoningItem), "a reasoning item is open"
         item.text.add(text)
         self._pending_logprobs = []  # only text has log-probabilities
         yield self._event("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
@@ -241,7 +282,7 @@ class ResponseBuilder:
         if not self._output or not isinstance(self._output[-1], _Message):
             yield from self._open(self._new_message())
         message = self._output[-1]
-        assert isinstance(message, _Message), "one was opened"
+        assert isinstance(message, _Message), "a message is open"
         message.text.add(text)
         logprobs = [chat_entry(token, message.names, message.num_top) for token in self._pending_logprobs]
         message.logprobs.add(self._pending_logprobs)
@@ -281,7 +322,7 @@ class ResponseBuilder:
             place = self._place() | {"content_index": 0}
             yield self._event("response.reasoning_text.done", **place, text=str(item.text))
         else:
-            named = {} if item.is_custom else {"name": item.name}  # earlier versions of the API's types have `name`
+            named = {} if item.is_custom else {"name": item.name}  # earlier versions of OpenAI's types include `name`
             yield self._event(f"response.{item.argument_kind}.done", **self._place(), **named, **item.argument())
         yield self._item_event("response.output_item.done")
 
@@ -319,7 +360,7 @@ class _ReasoningItem:
     text: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
 
-    def as_json(self) -> Json:
+    def as_json(self) -> OutputItem:
         content = [{"type": "reasoning_text", "text": str(self.text)}] if self.status != "in_progress" else []
         return {"id": self.item_id, "type": "reasoning", "status": self.status, "summary": [], "content": content}
 
@@ -335,20 +376,20 @@ class _Message:
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # empty unless the request asks for them
     status: str = "in_progress"
 
-    def rows(self) -> Rows | list[Json]:
+    def rows(self) -> Rows[Json] | list[Json]:
         return self.logprobs.rows(chat_entry, self.names, self.num_top) if self.logprobs else []
 
     def part(self) -> Json:
         return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": self.rows()}
 
-    def as_json(self) -> Json:
+    def as_json(self) -> OutputItem:
         content = [self.part()] if str(self.text) or self.status != "in_progress" else []
         return {"id": self.item_id, "type": "message", "status": self.status, "role": "assistant", "content": content}
 
 
 @dataclass(slots=True)
 class _Call:
-    """An item with a call of a function or of a custom tool. `arguments` is the input of a custom tool."""
+    """An item with a call of a function or of a custom tool. `arguments` also holds the input of a custom tool."""
 
     item_id: str
     call_id: str
@@ -360,19 +401,31 @@ class _Call:
 
     @property
     def argument_kind(self) -> str:
-        """The name in the events about the arguments."""
+        """The part of event names that denotes the arguments."""
         return "custom_tool_call_input" if self.is_custom else "function_call_arguments"
 
     def argument(self) -> Json:
         return {"input" if self.is_custom else "arguments": str(self.arguments)}
 
-    def as_json(self) -> Json:
-        return {
+    def as_json(self) -> OutputItem:
+        item: OutputItem = {
             "id": self.item_id,
             "type": "custom_tool_call" if self.is_custom else "function_call",
             "status": self.status,
             "call_id": self.call_id,
             "name": self.name,
-            **({} if self.namespace is None else {"namespace": self.namespace}),
-            **self.argument(),
         }
+        if self.namespace is not None:
+            item["namespace"] = self.namespace
+        item["input" if self.is_custom else "arguments"] = str(self.arguments)
+        return item
+
+
+RESPONSES = Endpoint(
+    RESPONSES_PATH,
+    ResponsesRequest,
+    prepare_response,
+    ResponsesWriter,
+    summary="Generate a response",
+    response=Response,
+)

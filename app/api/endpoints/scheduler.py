@@ -33,11 +33,11 @@ class ReplicaScheduling:
     replica_id: str
     group: str
     scheduler: SchedulerConfig
-    switched_at: float | None  # seconds of wall time; None: as deployed
+    switched_at: float | None  # seconds of wall time; None if the scheduling is as deployed
 
 
 class SchedulerSwitch(Protocol):
-    """All replicas of one model."""
+    """Switches the scheduling of all replicas of one model."""
 
     async def in_force(self) -> Answers[ReplicaScheduling]:
         """Ask all replicas for the scheduling that is in force."""
@@ -68,7 +68,7 @@ class SchedulerRoutes(RouteGroup):
     """The routes of `/admin/scheduler`, for admins."""
 
     def __init__(self, handler: RequestHandler, switches: Mapping[str, SchedulerSwitch]) -> None:
-        """`switches` are by model name. A model without an entry cannot be switched."""
+        """`switches` maps model names to switches. A model without an entry cannot be switched."""
         self._handler = handler
         self._switches = switches
 

@@ -39,7 +39,7 @@ class ServiceRoutes(RouteGroup):
 
     @Operation("get", "/v1/models/{model_id:path}", "One model", "Model", OF_A_MODEL)
     async def model(self, request: Request) -> Response:
-        """Return one model or pipeline by its name or alias. The name may have slashes."""
+        """Return one model or pipeline by its name or alias. The name may contain slashes."""
         name, account = request.path_params["model_id"], reservation_of(request).account
         return JSONResponse(self._handler.names.entry(name, account))
 
@@ -79,7 +79,7 @@ class HealthRoutes(RouteGroup):
 
 
 class MetricsRoutes(RouteGroup):
-    """The routes of measurements. The settings decide which key these routes need."""
+    """The routes of metrics and load. The setting `api.metrics_for` decides which key they require."""
 
     def __init__(self, expose: Expose, fleets: Mapping[str, WatchedFleet]) -> None:
         self._expose = expose
@@ -94,7 +94,7 @@ class MetricsRoutes(RouteGroup):
 
     @Operation("get", "/load", "The number of requests on all replicas", "Load")
     async def load(self, request: Request) -> Response:
-        """Return vLLM's load number: running and waiting requests. Other ingresses' requests are as last reported."""
+        """Return vLLM's load number: running and waiting requests, with other ingresses' requests as last reported."""
         replicas = [replica for fleet in self._fleets for replica in fleet.describe()]
         return JSONResponse({"server_load": sum(replica.get("requests", 0) for replica in replicas)})
 
@@ -105,7 +105,7 @@ async def _each(text: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def only_measured_here(metrics: RequestMetrics) -> Expose:
-    """Return an `Expose` for an application of one process."""
+    """Return an `Expose` that includes only the metrics of this process."""
 
     async def expose() -> list[bytes]:
         return [exposition(Scrape(requests=[metrics.snapshot()], replicas={}))]

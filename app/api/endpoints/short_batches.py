@@ -38,7 +38,7 @@ from app.errors import CarouselError, InvalidRequest
 from app.json_pieces import DONE, Json, event, event_pieces, joined
 
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
-# Placeholders for the prompts, while only the fields that all prompts share are checked.
+# Placeholders for the prompts in the check of the fields that all prompts share.
 _PLACEHOLDERS: dict[str, Json] = {
     CHATS_PATH: {"messages": [{"role": "user", "content": "?"}]},
     COMPLETIONS_PATH: {"prompt": "?"},
@@ -62,7 +62,7 @@ def _prompts(value: Any) -> Any:
 class PromptListRequest(Schema):
     """The body of POST /v1/batch.
 
-    All other fields apply to every prompt: the fields of a completion if the prompts are texts, else those of a chat.
+    All other fields apply to every prompt. They are the fields of a completion if the prompts are texts, or of a chat.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -103,7 +103,7 @@ class PromptList:
 
 
 async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context: RequestContext) -> PromptList:
-    """Return the checked list. Raises InvalidRequest for a mistake that all prompts share; it names the field."""
+    """Return the checked list. Raises InvalidRequest, which names the field, for a mistake that all prompts share."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     if context.is_strict:
@@ -156,7 +156,7 @@ class ShortBatchRoutes(RouteGroup):
         self._check_number(prompts)
         endpoint, is_streamed, limits = prompts.endpoint, prompts.asked.stream, self._handler.limits
         outcomes = self._handler.outcomes(prompts.common, prompts.prompt_bodies(), context)
-        del prompts  # so that the body is not in memory while the prompts are computed
+        del prompts  # otherwise the body would stay in memory while the prompts are computed
         if is_streamed:
             return EventResponse(_events(endpoint, outcomes), heartbeat_s=limits.heartbeat_s, headers=lambda: ignored)
         return JsonAnswer(await _answer(request, endpoint, outcomes), self._handler.turns, headers=ignored)
@@ -203,7 +203,7 @@ class ShortBatchRoutes(RouteGroup):
                 )
             )
         except CarouselError:
-            with suppress(CarouselError):  # a file that stays can be deleted by its owner
+            with suppress(CarouselError):  # the owner can still delete the file
                 await service.delete_file(owner, file["id"])
             raise
         return _with_progress(batch) | {"results": None}

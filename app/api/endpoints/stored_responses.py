@@ -1,7 +1,7 @@
 """The routes of stored responses, chats and completions, and the handling of bodies that ask to be stored.
 
-The process of batches generates a stored answer, so the answer does not depend on its connection or its ingress. An
-ingress reads the records of the answer and writes events or one object from them.
+The batches process generates a stored answer, so the answer survives its connection and its ingress. An ingress reads
+the answer's records and converts them to events or to one object.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from app.errors import InvalidRequest, NotFound, Unavailable
 from app.json_pieces import Json
 
 T = TypeVar("T")
-LAST_EVENT_HEADER = "last-event-id"  # the last event that a resuming client has
-# How long a client that waits for the rest of an answer waits for a new process of batches, and between two attempts.
+LAST_EVENT_HEADER = "last-event-id"  # the last event that a resuming client has received
+# A reader that needs the rest of an answer waits this long for a new batches process, with this pause between attempts.
 _NEXT_PROCESS_S, _ASK_AGAIN_S = 120.0, 0.5
-_OPENING_S = 5.0  # how long all other clients wait: a new process needs time to open the folder
+_OPENING_S = 5.0  # all other readers wait this long, because a new process needs time to open its folder
 _MAX_ITEMS_OF_PAGE = 100
 _SMALL_BYTES = 1024  # records of this size hold a few deltas
 _OF_EVENTS: Json = {
@@ -66,14 +66,14 @@ _OF_EVENTS: Json = {
     },
 }
 _retrieval = partial(Operation, "get", refusals=OF_A_LIST, media=(EVENTS,), query=_OF_EVENTS)
-_CONTEXT_HEADERS = "x-carousel-"  # headers with this prefix say where and when a request runs
+_CONTEXT_HEADERS = "x-carousel-"  # headers with this prefix affect where and when a request runs
 
 
 class StoredResponseRoutes(RouteGroup):
     """Answers bodies that ask to be stored, and requests by the id of a stored answer."""
 
     def __init__(self, service: BatchService, turns: asyncio.Lock, *, heartbeat_s: float) -> None:
-        """`turns`: large answers take turns on the event loop, see `JsonAnswer`."""
+        """`turns` is the lock by which large answers take turns on the event loop (see `JsonAnswer`)."""
         self._service = service
         self._turns = turns
         self._heartbeat_s = heartbeat_s
@@ -89,7 +89,7 @@ class StoredResponseRoutes(RouteGroup):
     async def answer(
         self, path: str, body: Json, context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Have a stored answer generated, and respond with it."""
+        """Create a stored answer, which the batches process generates, and respond with the answer."""
         seed = {} if body.get("seed") is not None else {"seed": secrets.randbits(63)}
         previous = body.get("previous_response_id") if path == RESPONSES_PATH else None
         new = NewResponse(
@@ -98,7 +98,7 @@ class StoredResponseRoutes(RouteGroup):
             body=to_json({"store": True} | body | seed),
             headers={name: value for name, value in context.headers.items() if name.startswith(_CONTEXT_HEADERS)},
             request_id=context.request_id,
-            response_id=STORED_ID_PREFIXES[path] + uuid.uuid4().hex,  # a client's own request id may have any character
+            response_id=STORED_ID_PREFIXES[path] + uuid.uuid4().hex,  # a client's request id may contain any character
             is_strict=context.is_strict,
             previous=previous if isinstance(previous, str) else None,
             is_streamed=bool(body.get("stream")),
@@ -116,8 +116,8 @@ class StoredResponseRoutes(RouteGroup):
                 answer = await self._object(new.owner, new.response_id, context.reservation, waits=True)
         await answer(scope, receive, send)
 
-    async def go_on(self, path: str, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond with the events after the one in the header. Raises NotFound and InvalidRequest."""
+    async def resume(self, path: str, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond with the events after the event that the header names. Raises NotFound and InvalidRequest."""
         response_id = context.headers[LAST_EVENT_HEADER].rpartition(":")[0]
         check_id(response_id, path)
         context.reservation.release_body()
@@ -152,7 +152,7 @@ class StoredResponseRoutes(RouteGroup):
             return await self._behind(owner, response_id, -1 if after is None else int(after))
 
     async def _behind(self, owner: str, response_id: str, number: int) -> Response:
-        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest if it does not exist."""
+        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest without such an event."""
         events, read = StoredEvents(), list[bytes]()
         async with aclosing(self._parts(owner, response_id, waits=False, is_patient=True)) as parts:
             async for part in parts:
@@ -186,7 +186,7 @@ class StoredResponseRoutes(RouteGroup):
         return JSONResponse(list_object(items, page))
 
     async def _items(self, page: PageOf, response_id: str) -> AsyncGenerator[Json, None]:
-        """Yield the items of a page, and one more if there are more. Raises NotFound."""
+        """Yield the items of a page, and one more item if the list continues. Raises NotFound."""
         order = [turn async for turn in self._turn_ids(page.owner, response_id)]
         has_begun, left = page.after is None, page.limit + 1
         for turn_id in reversed(order) if page.is_ascending else order:
@@ -264,9 +264,9 @@ class StoredResponseRoutes(RouteGroup):
         return await self._deleted(request, COMPLETIONS_PATH, "text_completion.deleted")
 
     async def _object(self, owner: str, response_id: str, reservation: Reservation, *, waits: bool) -> Response:
-        """Return the answer as one object. `waits`: wait until the answer has ended.
+        """Return the answer as one object. With `waits`, wait until the answer has ended.
 
-        Raises NotFound and LimitReached. If `waits`, also raises the error of a chat or completion that has failed.
+        Raises NotFound and LimitReached. With `waits`, also raises the error of a chat or completion that has failed.
         """
         read = StoredObject()
         async with aclosing(self._read(read, owner, response_id, waits=waits)) as reading:
@@ -281,7 +281,7 @@ class StoredResponseRoutes(RouteGroup):
     async def _read(
         self, read: StoredObject, owner: str, response_id: str, *, waits: bool = False, is_continued: bool = False
     ) -> AsyncGenerator[None, None]:
-        """Read an answer part by part. `read.answer` is set from the first step on."""
+        """Read an answer part by part. `read.answer` is set whenever this generator yields."""
         async with aclosing(self._parts(owner, response_id, waits=waits, is_continued=is_continued)) as parts:
             async for part in parts:
                 async for _ in _yielding_to_loop(read.add(part)):
@@ -331,10 +331,10 @@ class StoredResponseRoutes(RouteGroup):
     ) -> AsyncGenerator[AnswerPart, None]:
         """See `BatchService.follow_response`.
 
-        When the process of batches dies, a reader that `waits` or `is_patient` gets the parts from the next process.
-        Raises Unavailable when no process answers in time, and sooner for other readers.
+        If the batches process dies, a reader that `waits` or `is_patient` receives the parts from the next process.
+        Raises Unavailable if no process answers in time. Other readers allow less time.
         """
-        failed_at: float | None = None  # when the process of batches failed first since it last answered
+        failed_at: float | None = None  # time of the batches process's first failure after its last answer
         while True:
             asked_at = time.monotonic()
             try:
@@ -352,7 +352,7 @@ class StoredResponseRoutes(RouteGroup):
                     return
             except Unavailable:
                 now = time.monotonic()
-                if failed_at is None or now > asked_at + _NEXT_PROCESS_S:  # the process lived until then
+                if failed_at is None or now > asked_at + _NEXT_PROCESS_S:  # the process was alive until then
                     failed_at = now
                 if now >= failed_at + (_NEXT_PROCESS_S if waits or is_patient else _OPENING_S):
                     raise
@@ -360,7 +360,7 @@ class StoredResponseRoutes(RouteGroup):
 
 
 async def _yielding_to_loop(some: Iterable[T]) -> AsyncIterator[T]:
-    """Yield all elements and let other tasks run in between."""
+    """Yield all elements, and let other tasks run in between."""
     at_once = 8  # deltas with log-probabilities take a millisecond each
     for number, each in enumerate(some, 1):
         yield each

@@ -1,4 +1,4 @@
-"""Responses that may be large: the server writes them in pieces and stops when the client stops reading."""
+"""Responses that may be large. The server sends them in pieces, and stops when the client stops reading."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from app.json_pieces import json_pieces
 
 
 class FileAnswer(StreamingResponse):
-    """The content of a file, or another text in pieces. The response ends when its client stops reading."""
+    """Streams a file or another long text. Raises ClientGone when the client stops reading."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__(scope, receive, _while_read(send))
 
 
 class JsonAnswer(Response):
-    """A JSON response. A long value with `Rows` is sent piece by piece while it is encoded."""
+    """A JSON response. A long value with `Rows` is encoded and sent piece by piece."""
 
     def __init__(self, value: Any, turns: asyncio.Lock, headers: Mapping[str, str] | None = None) -> None:
         """All responses of a process share the lock `turns`, so an event loop turn encodes at most one piece."""

@@ -1,4 +1,4 @@
-"""Reads an HTTP body as a JSON object. Every mistake in the body raises InvalidRequest here."""
+"""Reads an HTTP body as a JSON object. Every mistake in the body raises InvalidRequest or one of its subclasses."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ async def read_json_object(
     """Return the body as an object, decompressed if needed. `threads` parse large bodies; without them, this task does.
 
     Raises UnsupportedMediaType if the body is not declared as JSON or has an unknown encoding, BodyTooLarge as soon as
-    its size is certain, BodyTooSlow if it does not arrive in time, InvalidRequest if it is not a JSON object or has too
-    many values, and LimitReached if the bodies in memory have too many bytes.
+    its size is known, BodyTooSlow if it does not arrive in time, InvalidRequest if it is not a JSON object or contains
+    too many values, and LimitReached if the client's bodies occupy too much memory.
     """
     headers: Mapping[str, str] = request.scope["state"]["headers"]
     declared, encoding = headers.get("content-type", ""), headers.get("content-encoding", "").strip().lower()
     json_media_type = "application/json"
-    # Browsers send form content types, or none, to any address without a CORS preflight. JSON needs a preflight.
+    # Web pages may send form content types, or none, to any address. Browsers send a CORS preflight before JSON.
     if declared.partition(";")[0].strip().lower() != json_media_type:
         raise UnsupportedMediaType(
             f"the body should be declared as JSON: send the header `Content-Type: {json_media_type}` "
@@ -117,7 +117,7 @@ async def _read(
                     continue
                 if len(body) + len(chunk) > max_bytes:
                     raise _too_large(f"more than {max_bytes:,}", max_bytes)
-                if body or has_more or len(chunk) > MAX_SIZE_ON_THE_LOOP:  # a small whole body is checked at once
+                if body or has_more or len(chunk) > MAX_SIZE_ON_THE_LOOP:  # a small complete body is parsed at once
                     reservation.hold_body(len(chunk))
                 body += chunk
                 if len(body) - num_allowed_for >= MIN_BYTES_PER_S:

@@ -36,7 +36,7 @@ from app.errors import (
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_PATH = "/v1/messages"  # this path and all paths below it are Anthropic's API
+MESSAGES_PATH = "/v1/messages"  # this path and all paths below it belong to Anthropic's API
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     402: "billing_error",
@@ -63,7 +63,7 @@ class _Kind:
 
 _FAILURE = _Kind(500, "server_error", "internal_error")
 
-# The first matching class counts; an error that matches none is `_FAILURE`.
+# The first matching class applies. An error without a matching class is `_FAILURE`.
 _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
     (Unauthenticated, _Kind(401, "authentication_error", "invalid_api_key")),
     (NotPermitted, _Kind(403, "permission_error", "model_not_allowed")),
@@ -94,7 +94,7 @@ def is_anthropic(path: str) -> bool:
 def error_body(error: Exception, request_id: str, path: str = "") -> dict[str, Any]:
     """Return the error object in the format of the API at `path`; without a path, in OpenAI's format.
 
-    An internal error's message is replaced by a hint to the log line with the request id.
+    The message of an internal error is not shown. Instead, a hint points to the log line with the request id.
     """
     kind = _kind_of(error)
     message = str(error)
@@ -115,7 +115,7 @@ def error_status(error: Exception) -> int:
 
 
 def error_response(error: Exception, request_id: str, path: str) -> Response:
-    """Return the response to a request at `path` that failed before the first byte of its response."""
+    """Return the response to a request at `path` that failed before its response began."""
     client_gone_status = 499  # only the log shows this status, because the client is gone
     if isinstance(error, ClientGone):
         return Response(status_code=client_gone_status)
@@ -131,7 +131,7 @@ def log_error(error: Exception, request_id: str) -> None:
         logger.info("request %s: the client went away", request_id)
     elif kind is _FAILURE:
         logger.error("request %s failed: %s", request_id, traceback_of(error))
-    elif isinstance(error, InvalidRequest):  # not its message, which may quote the request
+    elif isinstance(error, InvalidRequest):  # the message is not logged, because it may quote the request
         code, param = error.code or kind.code, error.param
         logger.info("request %s refused with %d: code %s, param %.100r", request_id, kind.status, code, param)
     else:

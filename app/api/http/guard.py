@@ -1,7 +1,7 @@
 """The guard protects all routes except the few open ones: no request passes it without a valid key.
 
-The guard knows no paths. The router of the open routes passes every request without a match to the guard, so that no
-second URL parser could differ from the router's (CVE-2026-48746 and CVE-2026-49468 are mistakes of that class).
+The guard does not parse paths. The router of the open routes hands every unmatched request to the guard, so no second
+URL parser can disagree with the router's (CVE-2026-48746 and CVE-2026-49468 are mistakes of that class).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Guard:
         self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # no route has websockets
+        if scope["type"] != "http":  # no route accepts WebSockets
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         account = self._authenticator.account_of(scope["headers"])
@@ -40,7 +40,7 @@ class Guard:
 
 
 class AdminsOnly:
-    """ASGI middleware of a single route, after routing, that refuses keys without `admin: true`."""
+    """ASGI middleware around a single route that refuses keys without `admin: true`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -56,14 +56,14 @@ class AdminsOnly:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """All routes, grouped by the key that they need. A path in none of the groups is not served."""
+    """All routes, grouped by the key that they require."""
 
-    open: Sequence[Route]  # need no key
-    keys: Sequence[Route]  # need any key
-    admin: Sequence[Route]  # need an admin key
+    open: Sequence[Route]  # require no key
+    keys: Sequence[Route]  # accept any key
+    admin: Sequence[Route]  # require an admin key
 
     def guarded_by(self, authenticator: Authenticator) -> Router:
-        """Return a router over all routes. The guard protects unknown paths and all routes that are not open."""
+        """Return a router over all routes. Unknown paths and all routes that are not open are behind the guard."""
         inside = Router([*self.keys, *map(_for_admins, self.admin)], redirect_slashes=False)
         return Router(self.open, redirect_slashes=False, default=Guard(inside, authenticator))
 

@@ -19,7 +19,7 @@ from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 FILE_FIELD = "file"
 MAX_PARTS = 16
 SILENCE_TIMEOUT_S = 60.0
-MIN_BYTES_PER_S = 64 * 1024  # after the first minute, because an upload occupies one of few slots
+MIN_BYTES_PER_S = 64 * 1024  # required after the first minute, because an upload occupies one of few slots
 
 Sink = Callable[[bytes], Awaitable[None]]
 
@@ -56,9 +56,9 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
-    num_bytes, waited_s = 0, 0.0  # `waited_s` does not include the time in which the server stores pieces
+    num_bytes, waited_s = 0, 0.0  # `waited_s` excludes the time that the server takes to store pieces
     chunks = request.stream()
-    parsed_at_once = 64 * 1024  # bytes; other requests may use the event loop after each of these pieces
+    parsed_at_once = 64 * 1024  # bytes; the event loop serves other requests after each of these pieces
     while True:
         began_at = time.monotonic()
         left_s = SILENCE_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S - waited_s
@@ -74,7 +74,7 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def _next(chunks: AsyncIterator[bytes], timeout_s: float, num_bytes: int) -> bytes | None:
-    """Return the next piece of the body after `num_bytes`, or None at its end."""
+    """Return the next piece of the body, or None at its end. `num_bytes` have arrived before this piece."""
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(chunks, None)
@@ -110,7 +110,7 @@ class _Part:
 
 
 class _Reader:
-    """Reads what a parser finds in the body. `content` is the file's content since the last `take_content`."""
+    """Collects the form from a parser's callbacks. `content` holds the file's bytes since the last `take_content`."""
 
     def __init__(self) -> None:
         self.content = bytearray()
@@ -130,7 +130,7 @@ class _Reader:
             raise _invalid(str(error)) from None
 
     def parser(self, boundary: bytes) -> MultipartParser:
-        """Return a parser that calls this reader, which does not keep it: that would be a reference cycle."""
+        """Return a parser that calls this reader. The reader does not store the parser, to avoid a reference cycle."""
         try:
             return MultipartParser(
                 boundary,
@@ -149,13 +149,13 @@ class _Reader:
             raise _invalid(str(error)) from None
 
     def take_content(self) -> bytes:
-        """Return the content of the file since the last call, and forget it."""
+        """Return and clear the file's content since the last call."""
         content = bytes(self.content)
         self.content.clear()
         return content
 
     def form(self) -> Form:
-        """Return the form. Raises InvalidRequest if its end or its file is missing."""
+        """Return the complete form. Raises InvalidRequest if its end or its file is missing."""
         if not self._has_ended:
             raise _invalid("it ends before its last boundary")
         if self._filename is None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
+from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from app.api.endpoints.adapters import AdapterRoutes
@@ -48,6 +49,7 @@ _REFUSALS = {
 }
 
 _TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict: "object"}
+_REFERENCE = "#/components/schemas/{model}"
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 
 
@@ -66,15 +68,15 @@ def _page(items: Json, **more: type | Json) -> Json:
 
 
 def _reference(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {"$ref": _REFERENCE.format(model=name)}
 
 
 def _computed() -> Iterator[Operation]:
     """The operations of the table of endpoints."""
     for each in ENDPOINTS.values():
-        media = (EVENTS,) if issubclass(each.schema, GenerationRequest) else ()
+        media = (EVENTS,) if each.generates else ()
         for path in (each.path, *each.aliases):
-            yield Operation("post", path, each.summary, each.response, OF_GENERATION, (each.schema,), media)
+            yield Operation("post", path, each.summary, each.response.__name__, OF_GENERATION, (each.schema,), media)
 
 
 def _of(*groups: type[RouteGroup]) -> tuple[Operation, ...]:
@@ -153,10 +155,7 @@ def _written(operation: Operation, path: str, of_key: tuple[str, ...]) -> Json:
 @cache  # building the schemas takes 60 ms, and all applications with these limits have the same schemas
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     bodies = (*BODIES, *_bodies(_FOR_ADMINS), *(BATCH_BODIES if has_batches else ()))
-    _, document = models_json_schema(
-        [(body, "validation") for body in bodies],
-        ref_template="#/components/schemas/{model}",
-    )
+    _, document = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFERENCE)
     schemas: Json = document["$defs"]
     for schema in schemas.values():
         _accept_null(schema)
@@ -165,7 +164,14 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
         _leave_out(schemas[body.__name__]["properties"], unavailable(body))
         if issubclass(body, GenerationRequest):
             _publish_limits(schemas[body.__name__]["properties"], limits)
-    return schemas | _answers() | (_batch_answers() if has_batches else {})
+    others = _answers() | (_batch_answers() if has_batches else {})
+    _, document = TypeAdapter.json_schemas(
+        [(path, "serialization", TypeAdapter(each.response)) for path, each in ENDPOINTS.items()],
+        ref_template=_REFERENCE,
+    )
+    others |= document["$defs"]
+    assert schemas.keys().isdisjoint(others), f"two schemas are named {schemas.keys() & others.keys()}"
+    return schemas | others
 
 
 def _accept_null(schema: Json) -> None:
@@ -202,62 +208,12 @@ def _restrict(field: Json, kind: str, **limits: int) -> None:
 
 
 def _answers() -> Json:
-    """Return the schemas of responses, with the fields that clients may rely on."""
-    usage = _object(prompt_tokens=int, completion_tokens=int, total_tokens=int)
-    of_prompts = _object(prompt_tokens=int, total_tokens=int)
-    reason = {"enum": ["stop", "length", "tool_calls"]}
-    message = _object(role={"const": "assistant"}, content=_TEXT_OR_NULL)
-    call = _object(id=str, type={"const": "function"}, function=_object(name=str, arguments=str))
-    message["properties"]["tool_calls"] = _list(call)
-    completion: dict[str, type | Json] = {"id": str, "created": int, "model": str, "usage": usage}
-    chat_choice = _object(index=int, message=message, finish_reason=reason)
-    choice = _object(index=int, text=str, finish_reason=reason)
-    item = _object(id=str, type={"enum": ["reasoning", "message", "function_call"]}, status=str)
-    vector = {"anyOf": [_list({"type": "number"}), TEXT]}
+    """Return the schemas of the other responses, with the fields that clients may rely on."""
     scheduler = _object(model=str, replicas=_list(_object(replica=str, strategy=dict, policy=dict)))
     adapter = _object(name=str, object={"const": "adapter"}, model=str, path=str, digest=str, loaded_on=_list(TEXT))
-    embedding = _object(object={"const": "embedding"}, index=int, embedding=vector)
     return {
         "Anything": {"type": "object"},
         "Error": _object(error=_object(message=str, type=str, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
-        "ChatCompletion": _object(**completion, object={"const": "chat.completion"}, choices=_list(chat_choice)),
-        "Completion": _object(**completion, object={"const": "text_completion"}, choices=_list(choice)),
-        "Response": _object(
-            id=str,
-            object={"const": "response"},
-            created_at=int,
-            model=str,
-            status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
-            output=_list(item),
-            usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
-        ),
-        "Embeddings": _page(embedding, model=str, usage=of_prompts),
-        "Rerank": _object(
-            id=str, model=str, results=_list(_object(index=int, relevance_score=float)), meta=dict, usage=of_prompts
-        ),
-        "Scores": _page(_object(index=int, score=float), id=str, model=str, usage=of_prompts),
-        "Classification": _page(
-            _object(index=int, label=str, probs=_list({"type": "number"}), num_classes=int),
-            id=str,
-            created=int,
-            model=str,
-            usage=of_prompts,
-        ),
-        "Decisions": _object(
-            model=str,
-            answers=_list(_object(type={"enum": ["predicate", "choice", "score"]}, name=_TEXT_OR_NULL)),
-            usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
-        ),
-        "CreatedMessage": _object(
-            id=str,
-            type={"const": "message"},
-            role={"const": "assistant"},
-            model=str,
-            content=_list(_object(type={"enum": ["thinking", "text", "tool_use"]})),
-            stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-            stop_sequence=_TEXT_OR_NULL,
-            usage=_object(input_tokens=int, output_tokens=int),
-        ),
         "AnthropicError": _object(type={"const": "error"}, error=_object(type=str, message=str), request_id=str),
         "TokenCount": _object(input_tokens=int),
         "Model": _object(id=str, object={"const": "model"}, created=int, created_at=str, max_model_len=int),

@@ -14,7 +14,7 @@ from app.json_pieces import Json
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Response]])
 
-# The statuses that may refuse a request, apart from the statuses that concern its key.
+# Statuses of refusals, by kind of route. The OpenAPI document adds the statuses that concern the request's key.
 OF_A_MODEL = ("400", "403", "404")
 OF_A_BODY = (*OF_A_MODEL, "408", "413", "415")
 OF_GENERATION = (*OF_A_BODY, "402", "500", "503")
@@ -26,15 +26,15 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One HTTP method of one path. Used as a decorator, it makes a method of a `RouteGroup` its handler."""
+    """One HTTP method of one path. As a decorator, an operation marks its handler, a method of a `RouteGroup`."""
 
     method: str
     path: str
     summary: str
     response: str | None = None  # the name of the schema of a JSON response
     refusals: tuple[str, ...] = ()
-    body: tuple[type[Schema], ...] = ()  # the schemas of the body, which must match one of them
-    media: tuple[str, ...] = ()  # the other media types of the response, which are all text
+    body: tuple[type[Schema], ...] = ()  # the body must match one of these schemas
+    media: tuple[str, ...] = ()  # media types of the response besides JSON, which are all text
     query: Json = field(default_factory=dict)  # query parameters by name
 
     def __call__(self, handler: HandlerT) -> HandlerT:
@@ -43,7 +43,7 @@ class Operation:
 
 
 class RouteGroup:
-    """Routes for the same callers. The methods decorated with `Operation` become routes, in their order."""
+    """Routes that require the same kind of key. Methods decorated with `Operation` become routes, in their order."""
 
     @classmethod
     def operations(cls) -> dict[str, Operation]:
@@ -52,13 +52,13 @@ class RouteGroup:
         return {name: each for name, each in found.items() if isinstance(each, Operation)}
 
     def routes(self) -> list[Route]:
-        """Return all routes. An id in a path is a single segment and is only used for look-ups."""
+        """Return all routes. Handlers may use ids from the path only for look-ups, never as file paths."""
         operations = self.operations().items()
         return [Route(each.path, getattr(self, name), methods=[each.method]) for name, each in operations]
 
 
 def page_query(most: int) -> Json:
-    """Return the query parameters of a list with at most `most` entries on a page."""
+    """Return the query parameters of a list whose pages have at most `most` entries."""
     return {
         "after": {"schema": TEXT, "description": "the id of the last entry before the page"},
         "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": most}},

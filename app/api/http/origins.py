@@ -20,7 +20,7 @@ _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")
 
 
 class OriginPolicy:
-    """Checks the Host and Origin of requests, answers preflights and adds CORS headers. Does not know API keys."""
+    """Checks the Host and Origin of requests, answers preflights and adds CORS headers. API keys play no role here."""
 
     def __init__(self, allowed_origins: Collection[str], *, loopback_only: bool) -> None:
         """Refuse every Host that is not a loopback name if `loopback_only` is true.
@@ -80,14 +80,14 @@ class OriginPolicy:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Return whether an Origin and a Host have the same address. Schemes may differ, because a proxy may end TLS."""
+    """Return whether an Origin and a Host have the same address. Ignores schemes, because a proxy may terminate TLS."""
     scheme, _, address = origin.partition("://")
     return bool(scheme and address) and address.lower() == host.lower()
 
 
 @lru_cache(maxsize=64)
 def _is_loopback(host: str) -> bool:
-    """Return whether a Host header names this machine. A missing Host counts, because every browser sends one."""
+    """Return whether a Host header names this machine. A missing Host is accepted, because every browser sends one."""
     match = _HOST.fullmatch(host)
     name = match[1].strip("[]").lower().removesuffix(".") if match else host
     if name in ("", "localhost", "127.0.0.1", "::1") or name.endswith(".localhost"):
@@ -96,4 +96,4 @@ def _is_loopback(host: str) -> bool:
         address = ip_address(name)
     except ValueError:
         return False
-    return address.is_loopback or address.is_unspecified  # 0.0.0.0 reaches this machine, and no page can use it as name
+    return address.is_loopback or address.is_unspecified  # 0.0.0.0 reaches this machine, and is no page's host name

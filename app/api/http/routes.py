@@ -1,4 +1,4 @@
-"""The HTTP application: all routes, with a request id on every response and a response to every error."""
+"""The HTTP application. It routes requests, adds a request id to every response and converts errors to responses."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
+from app.api.endpoints.endpoint import Endpoint
 from app.api.endpoints.files import FileRoutes
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
@@ -28,7 +29,7 @@ from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import Expose, HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.endpoints.stored_responses import LAST_EVENT_HEADER, StoredResponseRoutes
-from app.api.endpoints.table import ENDPOINTS, Endpoint
+from app.api.endpoints.table import ENDPOINTS
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.endpoints.usage import UsageRoutes
 from app.api.handler import RequestHandler
@@ -65,15 +66,15 @@ def build_app(
     cancel: Cancel | None = None,
     ledger: Owner | None = None,
 ) -> Application:
-    """Build the ASGI application. Models and API keys come from `handler`.
+    """Build the ASGI application for the models and API keys of `handler`.
 
-    `is_ready` tells whether a request could be served now. `expose` writes the text of /metrics; the default writes the
-    measurements of this process. `batches` stores files, batches and responses; without it they are not served.
-    `collect` asks all processes for the reports on the admin routes; the default asks only this process.
-    `wanted_replicas` returns the target number of replicas of each autoscaled model. The mappings have the names of
-    models as keys: `fleets` serve the live view and /load, `switches` change the strategy and policy of replicas, and
-    `adapters` change LoRA adapters. `cancel` ends a request in any process; the default ends requests of this process,
-    which are in `running`. `ledger` stores the usage of keys across restarts; the default is `batches`.
+    `is_ready` reports whether a request could be served now. `expose` returns the text of /metrics; the default covers
+    only this process. `batches` stores files, batches and responses; without it, their routes are absent. `collect`
+    gathers the reports of all processes for the admin routes; the default reports only this process. `wanted_replicas`
+    returns the target number of replicas of each autoscaled model. `fleets` (for the live view and /load), `switches`
+    (for strategies and policies) and `adapters` (for LoRA adapters) are mappings by model name. `cancel` ends a request
+    in any process; the default ends only the requests in `running`, which belong to this process. `ledger` stores the
+    usage of keys across restarts; the default is `batches`.
     """
     config, authenticator = handler.config, handler.authenticator
     collect = collect or only_this_process(authenticator)
@@ -81,17 +82,17 @@ def build_app(
     openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=batches is not None)
     running = running or RunningCalls(fleets)
     heartbeat_s = handler.limits.heartbeat_s
-    kept: StoredResponseRoutes | None = None
+    stored: StoredResponseRoutes | None = None
     of_batches: list[RouteGroup] = []
     if batches is not None:
-        kept = StoredResponseRoutes(batches, handler.turns, heartbeat_s=heartbeat_s)
-        of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), kept]
+        stored = StoredResponseRoutes(batches, handler.turns, heartbeat_s=heartbeat_s)
+        of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), stored]
     for_keys = [
         *(
             Route(path, app if handler.tracer is None else TracedEndpoint(app, handler.tracer), methods=["POST"])
             for endpoint in ENDPOINTS.values()
             for app in [
-                ReplicaEndpoint(endpoint, handler, running, kept if endpoint.path in STORED_ID_PREFIXES else None)
+                ReplicaEndpoint(endpoint, handler, running, stored if endpoint.path in STORED_ID_PREFIXES else None)
             ]
             for path in (endpoint.path, *endpoint.aliases)
         ),
@@ -118,13 +119,13 @@ def _routes_of(*groups: RouteGroup) -> list[Route]:
 
 
 class ReplicaEndpoint:
-    """The ASGI application of one endpoint whose requests run on replicas."""
+    """The ASGI application of one endpoint whose requests run on replicas. Checks, runs and answers each request."""
 
     def __init__(
-        self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, kept: StoredResponseRoutes | None
+        self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, stored: StoredResponseRoutes | None
     ) -> None:
         self.path = endpoint.path
-        self._kept = kept
+        self._stored = stored
         self._endpoint = endpoint
         self._handler = handler
         self._running = running
@@ -138,22 +139,22 @@ class ReplicaEndpoint:
             headers=headers,
             is_strict=asks_for(headers, STRICT_HEADER),
             trace=trace,
-            may_store=self._kept is not None,
+            may_store=self._stored is not None,
         )
         with handler.counting_refusals():
             body = with_deadline(
                 await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
             )
-        if self._kept is not None:
+        if self._stored is not None:
             path = self.path
             if headers.get(LAST_EVENT_HEADER):
-                await self._kept.go_on(path, context, scope, receive, send)
+                await self._stored.resume(path, context, scope, receive, send)
                 return
             if body.get("store", path == RESPONSES_PATH and handler.config.store_responses):
-                await self._kept.answer(path, body, context, scope, receive, send)
+                await self._stored.answer(path, body, context, scope, receive, send)
                 return
             if path == RESPONSES_PATH and body.get("previous_response_id") is not None:
-                body = await self._kept.continued(body, context.reservation.account.name)
+                body = await self._stored.continued(body, context.reservation.account.name)
         self._running.contexts.add(context)
         try:
             async with WhileConnected(receive):
@@ -205,7 +206,7 @@ class TracedEndpoint:
 
 
 class Application:
-    """The outermost ASGI layer, which adds a request id and rate limits to responses, and answers errors."""
+    """The outermost ASGI layer. It adds request ids and rate-limit headers to responses, and responds to errors."""
 
     def __init__(self, routes: Routes, authenticator: Authenticator, origins: OriginPolicy) -> None:
         self.router = routes.guarded_by(authenticator)
@@ -216,19 +217,19 @@ class Application:
         self._allow = {route.endpoint: ", ".join(sorted(methods[route.path])) for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # without it, Starlette's router would write its own 404 and 405
+        scope["app"] = self  # otherwise Starlette's router would send its own 404 and 405 responses
         if scope["type"] != "http":
             await self.router(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        # By their names in lower case. The first of repeated headers counts.
+        # ASGI header names are in lower case. The reversed order lets the first of repeated headers win.
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
         state["headers"] = headers
-        # The client's own id is used if it is printable.
+        # A printable id from the client becomes the request's id.
         given = headers.get("x-request-id", "")
         state["request_id"] = given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex
-        if (task := asyncio.current_task()) is not None:  # a warning about a held event loop names the task
-            max_path_length = 100  # paths of requests are as long as clients make them
+        if (task := asyncio.current_task()) is not None:  # warnings about a blocked event loop show the task's name
+            max_path_length = 100  # clients may send paths of any length
             task.set_name(f"{scope['method']} {scope['path'][:max_path_length]}")
         has_started = False
 
@@ -244,8 +245,8 @@ class Application:
             await send(message)
 
         async def receive_to_end() -> Message:
-            # An error here means that the connection is closed. When a client disconnects, Ray Serve's proxy cancels
-            # the call, and the error of that call surfaces here.
+            # When a client disconnects, Ray Serve's proxy cancels the call, and `receive` raises the error of that
+            # call. Any error here therefore means that the connection is closed.
             try:
                 return await receive()
             except Exception:
@@ -255,8 +256,8 @@ class Application:
             answer = self._origins.preflight(scope["method"], headers) or self.router
             await answer(scope, receive_to_end, send_with_id)
         except asyncio.CancelledError as error:
-            # Ray Serve cancels the request of a client that has gone, and keeps this error in a reference cycle. The
-            # traceback would keep the request there.
+            # Ray Serve cancels the request of a client that has disconnected, and holds this error in a reference
+            # cycle. Without its traceback and context, the error does not keep the request in memory.
             error.__context__ = None
             raise error.with_traceback(None) from None
         except HTTPException as error:
@@ -269,7 +270,7 @@ class Application:
                 raise Failure("this response broke off; the log above has the reason") from None
 
     def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
-        """Return the router's 404 or 405 as an error of this API. `Allow` lists all methods of the path."""
+        """Convert the router's 404 or 405 to an error of this API, with all methods of the path in `Allow`."""
         response = error_response(from_http_exception(error), scope["state"]["request_id"], scope["path"])
         response.headers.update(error.headers or {})
         if error.status_code == 405:  # the router lists only the methods of the first route with that path

@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.http.errors import ClientGone
 
-HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
-# A stream ends when the connection does not accept a message for this long. Otherwise a client that does not read would
-# keep its request running on a replica, and all of its output in memory.
+HEARTBEAT = b": still here\n\n"  # a comment, which clients ignore
+# A stream ends if the connection accepts no message for this long. Otherwise, a client that does not read would keep
+# its request running on a replica and all of its output in memory.
 UNREAD_S = 60.0
 SEND_NOW = "carousel.send_now"  # an ASGI extension; its value in the scope is a `Connection`
 
@@ -25,8 +25,8 @@ SEND_NOW = "carousel.send_now"  # an ASGI extension; its value in the scope is a
 class WhileConnected:
     """Async context manager that cancels its block and raises ClientGone when the client disconnects.
 
-    The body of the request must have been read, so that `receive` can only return a disconnect. The block runs in the
-    current task, as under `asyncio.timeout`.
+    Read the body of the request first, so that `receive` can only return a disconnect. The block runs in the current
+    task, as under `asyncio.timeout`.
     """
 
     receive: Receive
@@ -65,10 +65,10 @@ class WhileConnected:
 class Connection(Protocol):
     """Sends events of an `EventStream` directly, without the stream's task.
 
-    A server that supports this puts its connection into the scope of a request, as the ASGI extension `SEND_NOW`.
+    A server that supports direct sending puts a connection into each request's scope, as the ASGI extension `SEND_NOW`.
     """
 
-    loop: asyncio.AbstractEventLoop  # only code in this loop may use the connection
+    loop: asyncio.AbstractEventLoop  # only tasks of this loop may use the connection
     is_blocked: bool  # true before the stream begins, while it sends a comment, and after it ends
     sent_at: float  # time of the last event, by the event loop's clock
 
@@ -89,13 +89,13 @@ def connection_of(scope: Scope) -> Connection | None:
 class EventStream:
     """A response that sends each server-sent event as soon as the event exists.
 
-    It sends no byte before the first event, so that an earlier error can still set the status of the response.
+    No byte is sent before the first event, so that an earlier error can still set the status of the response.
 
-    After `heartbeat_s` without an event, the stream begins early if `may_begin()`, for example when the request is
-    queued. Otherwise the client or a proxy would close the silent connection. After that, the stream sends a comment
-    whenever it has sent nothing for `heartbeat_s`. Comments also detect clients that have vanished. `headers` is called
+    After `heartbeat_s` without an event, the stream begins early if `may_begin()` allows it, for example when the
+    request is queued: a client or proxy would otherwise close the silent connection. From then on, the stream sends a
+    comment after every `heartbeat_s` of silence, which also detects clients that have vanished. `headers` is called
     when the stream begins. A client that accepts no message for `UNREAD_S` counts as gone. `connection` may send events
-    while the stream waits for the next of `events`.
+    while the stream waits for the next element of `events`.
     """
 
     events: AsyncGenerator[bytes, None] = field(kw_only=False)
@@ -104,9 +104,9 @@ class EventStream:
     may_begin: Callable[[], bool]
     connection: Connection | None = None
     _has_begun: bool = field(default=False, init=False)
-    # When the last message was passed to the server, by the event loop's clock.
+    # Time at which the last message was passed to the server, by the event loop's clock.
     _sent_at: float = field(default=0.0, init=False)
-    # The server has accepted that message, so the client has read enough earlier messages.
+    # Whether the server has accepted the last message. It waits until the client has read enough earlier messages.
     _is_taken: bool = field(default=True, init=False)
     _is_unread: bool = field(default=False, init=False)  # the client has not read for `UNREAD_S`
 
@@ -119,12 +119,13 @@ class EventStream:
         self._beating: asyncio.Task[None] | None = None
         self._timer = loop.call_later(self.heartbeat_s, self._beat)
         try:
-            # Resuming a task re-enters every awaiting coroutine. In the caller's task that would be about twenty
+            # Resuming a task re-enters every awaiting coroutine. In the caller's task, these would be about twenty
             # coroutines of the HTTP server, Serve and the routers, twice for each event. A separate task avoids them.
             self._sending = asyncio.create_task(self._send_all(), name=task.get_name())
             await self._sending
             self._timer.cancel()  # no heartbeat may follow the last message
-            # The caller's task sends the last message: the server then reports a disconnect, which must find it done.
+            # The server reports a disconnect after the last message. The caller's task sends this message, so that the
+            # caller is no longer waiting for another task when the disconnect arrives.
             async with asyncio.timeout(UNREAD_S):
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as error:  # a TimeoutError, or the error of newer ASGI servers for a closed connection
@@ -148,8 +149,8 @@ class EventStream:
                 if not self._has_begun:
                     await self._begin()
                 else:
-                    # Let all streams that the same frame has woken encode their events before the first one sends. The
-                    # proxy is then awake for all later sends. A send that wakes the proxy takes several times longer.
+                    # One frame from a replica wakes many streams. Let all of them encode their events before the first
+                    # one sends: a send that wakes the proxy takes several times longer than the sends after it.
                     await asyncio.sleep(0)
                 if self._beating is not None and not self._beating.done():
                     await asyncio.wait({self._beating})
@@ -181,7 +182,7 @@ class EventStream:
             self.connection.is_blocked = is_blocked
 
     def _beat(self) -> None:
-        """Send a comment if nothing was sent for `heartbeat_s`. Events do not restart the timer, to save timers."""
+        """Send a comment if nothing was sent for `heartbeat_s`. Restarting the timer for each event would be slower."""
         loop = asyncio.get_running_loop()
         if not self._is_taken and loop.time() - self._sent_at >= UNREAD_S:
             self._is_unread = True
@@ -207,7 +208,7 @@ class EventStream:
 
 
 class EventResponse(Response):
-    """A stream of events that may begin at once and ends when its client disconnects."""
+    """A response with a stream of events, which ends when its client disconnects."""
 
     def __init__(
         self,

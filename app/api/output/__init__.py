@@ -1,1 +1,1 @@
-"""Outputs of models: the form that they must have (structured output, tools), and the responses made from them."""
+"""Model outputs: the grammars that constrain them (structured output, tools), and the responses written from them."""

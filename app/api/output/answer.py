@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from io import StringIO
+from typing import Literal
+
+from typing_extensions import TypedDict
 
 from app.api.output.choices import ChoiceDelta
 from app.api.output.tool_calls import ToolCallDelta
@@ -22,6 +25,49 @@ class GrowingText(StringIO):
     __slots__ = ()
     add = StringIO.write
     __str__ = StringIO.getvalue
+
+
+class FunctionInput(TypedDict):
+    name: str
+    arguments: str
+
+
+class FunctionCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionInput
+
+
+class CustomInput(TypedDict):
+    name: str
+    input: str
+
+
+class CustomCall(TypedDict):
+    id: str
+    type: Literal["custom"]
+    custom: CustomInput
+
+
+class MoreUsage(TypedDict, total=False):  # the fields that OpenAI's API does not have
+    pipeline: Json
+    timings: dict[str, float]
+
+
+class TokenUsage(MoreUsage):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
+
+
+class ResponsesUsage(MoreUsage):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
 
 
 @dataclass(slots=True)
@@ -40,7 +86,7 @@ class ChoiceOutput:
     _calls: list[tuple[ToolCallDelta, GrowingText]] = field(default_factory=list)  # first delta and all arguments
 
     @property
-    def calls(self) -> list[Json]:
+    def calls(self) -> list[FunctionCall | CustomCall]:
         """The tool calls of the choice."""
         return [tool_call(first._replace(arguments=str(arguments))) for first, arguments in self._calls]
 
@@ -62,7 +108,7 @@ class ChoiceOutput:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
     def add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
-        """Add new parts of tool calls."""
+        """Add new parts of tool calls. The first part of each call carries the name."""
         for delta in deltas:
             if delta.name is not None:
                 self._calls.append((delta, GrowingText()))
@@ -78,30 +124,32 @@ class Answer:
     outputs: list[ChoiceOutput]  # one for each request
     token_bytes: Callable[[int], bytes]  # returns the bytes of a token id
 
-    def usage(self, *, before: ChoiceDelta | None = None) -> Json:
-        """Return `usage`: each prompt counts once, and the tokens of all choices count, including end-of-text tokens.
+    def usage(self, *, before: ChoiceDelta | None = None) -> TokenUsage:
+        """Return `usage`. Each prompt counts once, and all tokens of all choices count, including end-of-text tokens.
 
-        The tokens of the delta `before` do not count yet.
+        With `before`, the usage excludes the tokens of this delta.
         """
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
         if before is not None:
             num_completion_tokens -= before.num_tokens
             num_reasoning -= before.num_reasoning_tokens
-        usage = usage_of(
-            self.info.num_prompt_tokens,
-            num_completion_tokens,
-            num_cached=self.num_cached_tokens,
-            num_reasoning=num_reasoning,
-        )
+        usage: TokenUsage = {
+            "prompt_tokens": self.info.num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": self.info.num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+            **self.more_usage(),
+        }
         if self.info.has_prediction:
             usage["completion_tokens_details"] |= {
                 "accepted_prediction_tokens": sum(output.num_accepted for output in self.outputs),
                 "rejected_prediction_tokens": sum(output.num_rejected for output in self.outputs),
             }
-        return usage | self.more_usage()
+        return usage
 
-    def usage_of_responses(self) -> Json:
+    def usage_of_responses(self) -> ResponsesUsage:
         """Return `usage` with the field names of OpenAI's Responses API."""
         usage = self.usage()
         return {
@@ -113,29 +161,23 @@ class Answer:
             **self.more_usage(),
         }
 
-    def more_usage(self) -> Json:
-        """Return the fields of `usage` that OpenAI's API does not have."""
+    def more_usage(self) -> MoreUsage:
+        """Return additional fields of `usage`, which OpenAI's API does not define."""
         return {}
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens that came from the cache. Each prompt counts once."""
+        """Number of prompt tokens that came from the cache. Each prompt counts once, regardless of its samples."""
         return sum(output.num_cached_tokens for output in self.outputs[:: self.info.num_samples])
 
 
-def tool_call(delta: ToolCallDelta) -> Json:
+def tool_call(delta: ToolCallDelta) -> FunctionCall | CustomCall:
     """Return a tool call as JSON, with the arguments of its first delta."""
+    assert delta.name is not None, "the first delta of a call has its name"
     if delta.is_custom:
         return {"id": delta.call_id, "type": "custom", "custom": {"name": delta.name, "input": delta.arguments}}
-    function = {"name": delta.name, "arguments": delta.arguments}
-    return {"id": delta.call_id, "type": "function", "function": function}
-
-
-def usage_of(num_prompt: int, num_completion: int, *, num_cached: int, num_reasoning: int) -> Json:
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "id": delta.call_id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.arguments},
     }

@@ -1,4 +1,4 @@
-"""Converts the token deltas of each request of a call into text, and merges them into one stream of choice deltas."""
+"""Converts the token deltas of a call's requests into text, and merges them into one stream of choice deltas."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from app.text import GeneratedText, TextDelta
 MAX_TOKENS_AT_ONCE = 64  # in one delta; this is 0.3 ms of work with log-probabilities
 
 
-class ChoiceDelta(
-    Struct, gc=False, omit_defaults=True
-):  # every token creates one, and none is part of a cycle; a dataclass would take longer to create
-    """The part that one token delta adds to a choice. The last delta of a choice has the finish reason."""
+# Every token creates a delta. A `Struct` is created faster than a dataclass, and deltas are never part of a cycle.
+class ChoiceDelta(Struct, gc=False, omit_defaults=True):
+    """The part that one token delta adds to a choice. The last delta of a choice carries the finish reason."""
 
     index: int
     text: str
@@ -38,7 +37,7 @@ class ChoiceDelta(
     embedding: bytes | None = None  # on the last delta of a request for an embedding
     times: EngineTimes | None = None  # with the first token
     details: TokenDetails | None = None  # if the call asks for details
-    reasoning: str = ""  # precedes the text, as the text precedes the calls
+    reasoning: str = ""  # comes before `text`, and `text` comes before `calls`
     num_reasoning_tokens: int = 0  # part of `num_tokens`
     num_accepted: int = 0  # part of `num_tokens`: accepted drafts from the request's prediction
     num_rejected: int = 0  # rejected drafts from the request's prediction
@@ -46,14 +45,14 @@ class ChoiceDelta(
 
     @property
     def says_nothing(self) -> bool:
-        """Whether this delta precedes the first token, because the request is queued."""
+        """Whether this delta has no content, because the request is still queued."""
         return not (self.num_tokens or self.text or self.calls) and self.finish_reason is None
 
 
 class DeltaBuffer:
     """Stores the deltas of an answer that is read completely before it is sent, and joins deltas of the same choice.
 
-    A joined delta has up to `MAX_TOKENS_AT_ONCE` tokens, so a token needs little more memory than its text.
+    A joined delta holds up to `MAX_TOKENS_AT_ONCE` tokens, so a token takes little more memory than its text.
     """
 
     def __init__(self) -> None:
@@ -80,7 +79,7 @@ class DeltaBuffer:
 
 
 def _may_join(last: ChoiceDelta, delta: ChoiceDelta) -> bool:
-    """Return whether the two deltas are short, and joining them keeps the order reasoning, text, calls."""
+    """Return whether the joined delta would be short, and would preserve the order of reasoning, text and calls."""
     is_in_order = not (last.calls and (delta.text or delta.reasoning)) and not (last.text and delta.reasoning)
     return is_in_order and _size(last) + _size(delta) <= MAX_TOKENS_AT_ONCE
 
@@ -113,13 +112,13 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
 
 @dataclass(slots=True, eq=False)
 class DirectPath:
-    """Sends the middle of an answer to its client in one call, from the frame of a replica to the connection.
+    """Sends the middle of an answer to its client in one call, from a replica's frame to the client's connection.
 
-    Waking a task of each stream for each token, through all generators, would take twice as long. The stream's task
-    sends the first and the last events, and all events while the client's connection accepts no more.
+    Waking the stream's task for each token, through all of its generators, would take twice as long. The stream's task
+    sends only the first and last events, and the events for which the client's connection is not ready.
     """
 
-    connection: Connection | None  # None: closed
+    connection: Connection | None  # None once the path is closed
     add: Callable[[ChoiceDelta], object]
     write: Callable[[ChoiceDelta], Iterable[bytes]]
 
@@ -144,8 +143,8 @@ def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None
     """Run all requests of a call and yield their deltas as soon as they arrive.
 
     Closing the generator aborts the requests that still run. The first error of any choice ends all choices and is
-    raised here. Deltas that `direct` takes are not yielded: `direct` may take deltas in the middle of a call's only
-    choice, if only the engine can end that choice.
+    raised here. `direct` takes deltas from the middle of the answer, which are then not yielded. It is used only if the
+    call has a single choice without tools, and only the engine can end this choice.
     """
     if prepared.tools is None and len(prepared.requests) == 1:
         return _choice_pieces(prepared, 0, direct)
@@ -164,14 +163,14 @@ async def _choice_pieces(
     choice = _Choice(prepared, index)
     deltas = prepared.model.generate(choice.request)
     try:
-        # Only the streams of a fleet can deliver deltas directly. The deltas of other iterators are all read here.
+        # Only a fleet's streams can deliver deltas directly. The loop below reads all deltas of other iterators.
         deliver_to = getattr(deltas, "deliver_to", None)
         if direct is not None and deliver_to is not None and not choice.text.may_end_itself:
             deliver_to(partial(choice.pass_on, direct))
         async for whole in deltas:
             for delta in (whole,) if _is_short(whole) else _parts(whole):
                 if delta is not whole:
-                    await asyncio.sleep(0)  # the accumulated tokens may fill a whole context, which is a lot of work
+                    await asyncio.sleep(0)  # the accumulated tokens may fill a whole context: let other tasks run
                 if delta.finish_reason is FinishReason.ABORT:
                     raise Unavailable("the server stopped this generation before its end; try again")
                 piece = choice.piece_of(delta)
@@ -212,7 +211,7 @@ class _Choice:
         self._collector = None if options is None else LogprobsCollector(prepared, options, index)
 
     def pass_on(self, direct: DirectPath, delta: TokenDelta) -> bool:
-        """Send a delta in the middle of the choice over the direct path, and return whether that was possible."""
+        """Send a delta over the direct path. Returns False if the stream's task must send the delta instead."""
         if not direct.may_take() or not _is_short(delta):
             return False
         direct.take(self.piece_of(delta))
@@ -238,7 +237,7 @@ def _is_short(delta: TokenDelta) -> bool:
 
 
 def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """Split a delta: first the log-probabilities of prompt tokens, then the tokens. The last part ends the choice."""
+    """Split a long delta: log-probabilities of prompt tokens first, then tokens. The last part may end the choice."""
     for at in range(0, len(delta.prompt_logprobs), MAX_TOKENS_AT_ONCE):
         scores = delta.prompt_logprobs[at : at + MAX_TOKENS_AT_ONCE]
         yield TokenDelta(
@@ -268,16 +267,16 @@ def _with_details(piece: ChoiceDelta, collector: LogprobsCollector, delta: Token
 
 
 def _end(piece: ChoiceDelta, delta: TokenDelta, added: TextDelta, request: Request) -> None:
-    """Add the fields that only the last delta of a choice has."""
+    """Set the fields that only the last delta of a choice carries."""
     stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
     piece.finish_reason = None if added.finish_reason is None else added.finish_reason.value
     piece.stop_reason = stop_token_id if added.stop_string is None else added.stop_string
     piece.embedding = delta.embedding
-    piece.num_accepted = min(delta.num_accepted, added.num_tokens)  # a stop string may have cut tokens off
+    piece.num_accepted = min(delta.num_accepted, added.num_tokens)  # a stop string may have removed tokens
 
 
 async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse) -> AsyncGenerator[ChoiceDelta, None]:
-    """Move tool calls from the texts of deltas to `calls`. If only one call is allowed, end after the first call."""
+    """Move tool calls from the deltas' text to `calls`. Ends after the first call if only one call is allowed."""
     parser = tools.make_parser()
     async with aclosing(pieces):
         async for piece in pieces:
@@ -291,7 +290,7 @@ async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse)
 
 
 def _in_parts(piece: ChoiceDelta, parts: Sequence[tuple[str, tuple[ToolCallDelta, ...]]]) -> Iterator[ChoiceDelta]:
-    """Yield a delta for each part. The first delta has the tokens, and the last delta has the finish reason."""
+    """Yield a delta for each part. The first delta carries the token count, and the last one the finish reason."""
     piece.text, piece.calls = parts[0] if parts else ("", ())
     finish_reason, stop_reason, others = piece.finish_reason, piece.stop_reason, parts[1:]
     if others:

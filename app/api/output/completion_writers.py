@@ -5,16 +5,68 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Literal, NotRequired, Protocol, cast
+
+from typing_extensions import TypedDict
 
 from app.api.http.errors import error_body
-from app.api.output.answer import Answer, ChoiceOutput, tool_call
+from app.api.output.answer import Answer, ChoiceOutput, CustomCall, FunctionCall, TokenUsage, tool_call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import AnswerInfo
-from app.json_pieces import DONE, Json, as_json, event, event_pieces, joined
+from app.json_pieces import DONE, Json, Rows, as_json, event, event_pieces, joined
+
+Reason = Literal["stop", "length", "tool_calls"]
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]  # DeepSeek's name, and below vLLM's name: clients read either of them
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[FunctionCall | CustomCall]]
+
+
+class FinishedChoice(TypedDict):
+    index: int
+    logprobs: Json | None
+    finish_reason: Reason
+    stop_reason: str | int | None
+    token_ids: NotRequired[Rows[int]]
+
+
+class ChatChoice(FinishedChoice):
+    message: AnswerMessage
+
+
+class PromptDetails(TypedDict, total=False):
+    prompt_logprobs: Rows[Json | None]
+    prompt_token_ids: Rows[int]
+
+
+class TextChoice(FinishedChoice, PromptDetails):
+    text: str
+
+
+class Choices(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: None
+    usage: TokenUsage
+
+
+class ChatCompletion(Choices, PromptDetails):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Completion(Choices):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
 
 
 class Format(Protocol):
@@ -24,17 +76,17 @@ class Format(Protocol):
     chunk_object: str
     logprobs: LogprobsForm
 
-    def choice(self, index: int, output: ChoiceOutput) -> Json:
+    def choice(self, index: int, output: ChoiceOutput) -> Any:
         """Return a finished choice as JSON."""
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
-        """Return the choices for a delta, each for a separate chunk; [] for a delta without content.
+        """Return the choices for a delta, each for a separate chunk. Returns [] for a delta without content.
 
-        `details` are additional fields of the choice that has the text.
+        `details` are additional fields for the choice that carries the text.
         """
 
-    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
-        """Add the fields about a choice's prompt to the body or to the choice."""
+    def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
+        """Add the fields about a choice's prompt to the body or to the choice, as the endpoint's API defines."""
 
 
 class ChatFormat:
@@ -44,19 +96,28 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
     logprobs = CHAT_LOGPROBS
 
-    def choice(self, index: int, output: ChoiceOutput) -> Json:
-        text, calls = str(output.text), output.calls
-        message: Json = {"role": "assistant", "content": text, "refusal": None, **_reasoning(str(output.reasoning))}
+    def choice(self, index: int, output: ChoiceOutput) -> ChatChoice:
+        text, reasoning, calls = str(output.text), str(output.reasoning), output.calls
+        message: AnswerMessage = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if calls:
-            message |= {"content": text or None, "tool_calls": calls}
-        return {"index": index, "message": message} | _ending(output.finish_reason, output.stop_reason)
+            message["content"], message["tool_calls"] = text or None, calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": cast(Reason, output.finish_reason),
+            "stop_reason": output.stop_reason,
+        }
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         deltas: list[tuple[Json, Json]] = []
         if is_first:
             deltas.append(({"role": "assistant", "content": ""}, _ending(None, None)))
         if piece.reasoning:
-            deltas.append((_reasoning(piece.reasoning), _ending(None, None)))
+            both = {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning}
+            deltas.append((both, _ending(None, None)))
         if piece.text or (details and not piece.reasoning):
             deltas.append(({"content": piece.text}, _ending(None, None)))
         if details:
@@ -67,13 +128,8 @@ class ChatFormat:
             deltas.append(({}, _ending(piece.finish_reason, piece.stop_reason)))
         return [{"index": piece.index, "delta": delta} | ending for delta, ending in deltas]
 
-    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+    def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
         body |= prompt
-
-
-def _reasoning(text: str) -> Json:
-    """Return the reasoning under DeepSeek's and vLLM's field names, because clients read either of them."""
-    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call_delta(piece: ToolCallDelta) -> Json:
@@ -92,8 +148,14 @@ class CompletionFormat:
     chunk_object = "text_completion"
     logprobs = COMPLETION_LOGPROBS
 
-    def choice(self, index: int, output: ChoiceOutput) -> Json:
-        return {"index": index, "text": str(output.text)} | _ending(output.finish_reason, output.stop_reason)
+    def choice(self, index: int, output: ChoiceOutput) -> TextChoice:
+        return {
+            "index": index,
+            "text": str(output.text),
+            "logprobs": None,
+            "finish_reason": cast(Reason, output.finish_reason),
+            "stop_reason": output.stop_reason,
+        }
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         if not piece.text and piece.finish_reason is None and not details:
@@ -101,7 +163,7 @@ class CompletionFormat:
         ending = _ending(piece.finish_reason, piece.stop_reason) | (details or {})
         return [{"index": piece.index, "text": piece.text} | ending]
 
-    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+    def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
         choice |= prompt
 
 
@@ -115,7 +177,7 @@ class ChoiceWriter(Writer):
 
     form: Format
 
-    async def full_response(self, state: ResponseState) -> Json:
+    async def full_response(self, state: ResponseState) -> ChatCompletion | Completion:
         choices = ChoicesBuilder(state, self.form)
         await state.read(choices.add, keep_text=True)
         state.log_end()
@@ -126,7 +188,7 @@ class ChoiceWriter(Writer):
 
 
 class ChoicesBuilder:
-    """Builds a list of choices. The answer holds the texts, and this builder holds the details of tokens."""
+    """Builds a response with all choices. The answer holds the texts, and this builder holds the token details."""
 
     def __init__(self, answer: Answer, form: Format) -> None:
         self._answer = answer
@@ -141,7 +203,7 @@ class ChoicesBuilder:
         if self._details is not None and piece.details is not None:
             self._details.keep(piece.index, piece.details)
 
-    def as_json(self) -> Json:
+    def as_json(self) -> ChatCompletion | Completion:
         """Return the response so far."""
         answer, form, details = self._answer, self._form, self._details
         body = _envelope(answer.info, form.object) | {"choices": [], "usage": answer.usage()}
@@ -151,11 +213,11 @@ class ChoicesBuilder:
                 choice |= details.of_choice(request)
                 form.with_prompt(body, choice, details.of_prompt(request))
             body["choices"].append(choice)
-        return body
+        return cast(ChatCompletion | Completion, body)
 
 
 def _best(info: AnswerInfo, details: DetailsWriter) -> list[int]:
-    """Return the indexes of the samples for the response: the likeliest samples of each prompt, likeliest first."""
+    """Return the indexes of the samples in the response. With `best_of`, each prompt's likeliest samples are chosen."""
     chosen: list[int] = []
     for first in range(0, info.num_requests, info.num_samples):
         samples: list[int] = list(range(first, first + info.num_samples))
@@ -176,7 +238,7 @@ class ChunkWriter:
         self._info = answer.info
         self._envelope = _envelope(answer.info, form.chunk_object)
         self._begun: set[int] = set()
-        # The bytes before and after the text of an event in the middle of a choice, by choice.
+        # By choice, the bytes before and after the text of an event in the middle of the choice.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         options = self._info.detail_options
         self._details = (

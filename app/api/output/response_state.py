@@ -9,18 +9,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from app.api.http.errors import log_error
 from app.api.http.sse import Connection
-from app.api.output.answer import Answer, ChoiceOutput
+from app.api.output.answer import Answer, ChoiceOutput, MoreUsage
 from app.api.output.choices import ChoiceDelta, DirectPath, generate_choices
 from app.api.prepared_request import AnswerInfo, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import ignored_header
 from app.engine.request import EngineTimes, Queued
-from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
 from app.usage import CallUsage, Used
 
@@ -33,10 +32,10 @@ class ResponseState(Answer):
 
     prepared: PreparedRequest
     metrics: CallMetrics
-    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # the path takes some of them
+    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # without deltas that the path takes
     queued: Queued | None = None  # the queue position of the first request
     times: EngineTimes | None = None  # the times of the request with the first token
-    extra_usage: Callable[[], Json] = dict  # returns additional fields of `usage`
+    extra_usage: Callable[[], MoreUsage] = MoreUsage  # returns additional fields of `usage`
     trace: RequestTrace | None = None  # None if no traces are sent
     is_open: bool = False  # the headers may be sent before the first token, so an error can no longer set the status
     writer: Writer | None = None  # the endpoint's writer, or None if the client does not see this response
@@ -82,7 +81,7 @@ class ResponseState(Answer):
             context.trace.checked()
         return state
 
-    async def full_response(self) -> Json:
+    async def full_response(self) -> Mapping[str, Any]:
         """Return the response as one object."""
         assert self.writer is not None, "a client sees this response"
         return await self.writer.full_response(self)
@@ -90,8 +89,8 @@ class ResponseState(Answer):
     async def events(self, connection: Connection | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the response as server-sent events.
 
-        Raises an error that occurs before the first event, so that the response can have its status. A later error
-        becomes an event. Events in the middle of the answer go directly to `connection` while it may send.
+        Raises an error that occurs before the first event, so that it can set the response's status. A later error
+        becomes an event. While `connection` is ready, events in the middle of the answer are sent there, not yielded.
         """
         assert self.writer is not None, "a client sees this response"
         writer = self.writer.event_writer(self)
@@ -121,7 +120,7 @@ class ResponseState(Answer):
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Return headers with the replica of the first request, its queue position, and the timings known so far.
 
-        If `explain` is true, a header says why this replica was chosen. Only an admin sees the loads of all replicas,
+        With `explain`, a header states why this replica was chosen. Only an admin sees the loads of all replicas,
         because loads reveal the requests of other clients.
         """
         own = {} if self.writer is None else self.writer.headers
@@ -134,7 +133,7 @@ class ResponseState(Answer):
             if explain and queued.routing_reason:
                 loads = f": {queued.candidate_loads}" if self.shows_loads and queued.candidate_loads else ""
                 headers["x-carousel-why"] = queued.routing_reason + loads
-        if self.times is not None and self.times.settings:  # the settings of the replica with these timings
+        if self.times is not None and self.times.settings:  # of the replica that measured these times
             headers["x-carousel-settings"] = self.times.settings
         return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
 
@@ -175,7 +174,7 @@ class ResponseState(Answer):
                     take(piece)
 
     def open_if_queued(self) -> bool:
-        """Return whether headers may precede the first token: only after a replica has accepted the request."""
+        """Return whether a replica has accepted the request, so that the headers may be sent before the first token."""
         self.is_open = self.queued is not None
         return self.is_open
 
@@ -191,9 +190,12 @@ class ResponseState(Answer):
             used = Used(1, num_prompt, num_cached, num_generated, cost)
         return CallUsage(model.name, prepared.requests[0].is_background, used)
 
-    def more_usage(self) -> Json:
-        """Return the fields of `usage` that OpenAI's API does not have."""
-        return self.extra_usage() | ({"timings": self.timings()} if self.prepared.wants_timings else {})
+    def more_usage(self) -> MoreUsage:
+        """Return additional fields of `usage`, which OpenAI's API does not define."""
+        more = self.extra_usage()
+        if self.prepared.wants_timings:
+            more["timings"] = self.timings()
+        return more
 
     def timings(self) -> dict[str, float]:
         """Return the timings known so far, in milliseconds: replica queue, fetch, prefill, first token and decode."""
@@ -218,10 +220,9 @@ class ResponseState(Answer):
         }
 
     def log_end(self) -> None:
-        """Log the end of the response."""
+        """Log the end of the response, in a line that `deployments.plan` parses."""
         usage = self.usage()
         logger.info(
-            # `deployments.plan` parses this line.
             "request %s finished after %.3f s: model %s, %d choices, %d prompt tokens, %d completion tokens, answer %s",
             self.request_id,
             self.metrics.elapsed_s,
@@ -256,7 +257,7 @@ class Writer(ABC):
     headers: ClassVar[Mapping[str, str]] = MappingProxyType({})  # on every response
 
     @abstractmethod
-    async def full_response(self, state: ResponseState) -> Json:
+    async def full_response(self, state: ResponseState) -> Mapping[str, Any]:
         """Wait for the end of all choices and return the response."""
 
     def event_writer(self, state: ResponseState) -> EventWriter:

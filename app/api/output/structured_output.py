@@ -20,7 +20,7 @@ Content = list[Any]  # the parts of a tag (see app/grammar/tags.py)
 
 
 class NamedSchema(NamedTuple):
-    """A schema of a tag's content."""
+    """A schema that a tag's content must match."""
 
     schema: Json
     is_lenient: bool  # ignore keywords that cannot be enforced; the response lists their paths
@@ -50,11 +50,11 @@ def grammar_of(body: GenerationRequest) -> Grammar | None:
     return next(iter(grammars.values()), None)
 
 
-# Fields of a body that are other names for parts of `structured_outputs`, each with the name of its part.
+# SGLang's and llama.cpp's names for fields of `structured_outputs`, each with the field that it stands for.
 _OTHER_NAMES = (("regex", "regex"), ("ebnf", "grammar"), ("grammar", "grammar"), ("json_schema", "json"))
 
 
-# The fields that a format may have beside `type`, by its type.
+# The fields that a response format accepts besides `type`, by its type.
 _OF_TYPE = {
     "text": (), "json_object": ("schema",), "json_schema": ("json_schema", "schema"),
     "structural_tag": ("structures", "triggers"),
@@ -62,7 +62,7 @@ _OF_TYPE = {
 
 
 def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
-    """Convert OpenAI's field. Without `strict`, schema keywords that cannot be enforced are ignored."""
+    """Convert OpenAI's response format. Without `strict`, schema keywords that cannot be enforced are ignored."""
     foreign = given.uncopied().keys() - {"type", *_OF_TYPE[given.type]}
     if foreign or (given.schema_ is not None and given.json_schema is not None):
         name = min(foreign, default="schema")
@@ -85,7 +85,7 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
 
 
 def _from_structured_outputs(given: StructuredOutputs) -> Grammar | None:
-    """Convert vLLM's field, which must have at most one part. Raises InvalidRequest."""
+    """Convert vLLM's `structured_outputs`. Raises InvalidRequest if it sets more than one of its fields."""
     named = {field.alias or name: getattr(given, name) for name, field in StructuredOutputs.model_fields.items()}
     named = {name: value for name, value in named.items() if value is not None}
     if len(named) > 1:
@@ -98,7 +98,7 @@ def _from_structured_outputs(given: StructuredOutputs) -> Grammar | None:
 
 
 def _of_part(name: str, value: Any, param: str) -> Grammar:
-    """Convert one part of vLLM's field, which came in `param`. The field has no `strict`, so schemas are lenient."""
+    """Convert one field of `structured_outputs`, sent as `param`. vLLM has no `strict`, so schemas are lenient."""
     match name:
         case "json":
             return schema_grammar(_object(value, param), param=param, is_lenient=True)
@@ -130,7 +130,7 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
 
 
 def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
-    """Return a grammar of free text in which triggers start structures. Raises InvalidRequest for one without other."""
+    """Return a grammar of free text whose triggers start structures. Raises InvalidRequest if either has no match."""
     structures = given.structures
     for number, structure in enumerate(structures):
         if not any(structure.begin.startswith(trigger) for trigger in given.triggers):
@@ -156,16 +156,16 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
 
 
 def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
-    """Return the grammar of JSON documents that match a schema, which came in the field `param`.
+    """Return the grammar of JSON documents that match a schema from the field `param`.
 
-    With `is_lenient`, keywords that cannot be enforced are ignored and the response lists them. Raises InvalidRequest
+    With `is_lenient`, keywords that cannot be enforced are ignored, and the response lists them. Raises InvalidRequest
     if the schema is too long.
     """
     return checked_grammar(GrammarKind.JSON_SCHEMA, _written(schema, param), param=param, is_lenient=is_lenient)
 
 
 def tag(trigger: str, content: Content, *, is_opening: bool = False, is_last: bool = False) -> Json:
-    """Return a tag: a content that follows a trigger in free text (see app/grammar/tags.py)."""
+    """Return a tag: the content that must follow a trigger in free text (see app/grammar/tags.py)."""
     return {"trigger": trigger, "is_opening": is_opening, "content": content, "is_last": is_last}
 
 
@@ -176,9 +176,9 @@ def tags_grammar(
     param: str,
     larks: Sequence[Json | None] = (),
 ) -> Grammar:
-    """Return a grammar of free text with tags. Contents refer to `schemas` and `larks` by their indexes.
+    """Return a grammar of free text with tags, whose contents refer to `schemas` and `larks` by index.
 
-    A lark has a `lark` and a `name`. Raises InvalidRequest if the grammar is too long.
+    Each entry of `larks` has a Lark grammar (`lark`) and a `name`. Raises InvalidRequest if the grammar is too long.
     """
     written = [schema._asdict() for schema in schemas]
     return checked_grammar(
@@ -187,14 +187,14 @@ def tags_grammar(
 
 
 def checked_grammar(kind: GrammarKind, text: str, *, param: str, is_lenient: bool = False) -> Grammar:
-    """Return a grammar that came in the field `param`. Raises InvalidRequest if its text is too long."""
+    """Return a grammar from the field `param`. Raises InvalidRequest if its text is too long."""
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise _too_long(f"{len(text):,}", param)
     return Grammar(kind, text, is_lenient=is_lenient, param=param)
 
 
 def _written(value: Any, param: str) -> str:
-    """Return a value as JSON. Raises InvalidRequest without encoding a value that is certainly too long."""
+    """Return a value as JSON. Raises InvalidRequest before encoding a value that is certainly too long."""
     if is_longer(value, MAX_GRAMMAR_CHARACTERS):
         raise _too_long(f"more than {MAX_GRAMMAR_CHARACTERS:,}", param)
     return json.dumps(value)

@@ -34,7 +34,7 @@ class TokenDetails:
     text_logprobs: list[TokenLogprob]  # tokens in the delta's text: first the echoed prompt, then generated tokens
     logprobs: tuple[TokenLogprobs, ...]  # one for each of `token_ids`
     prompt_logprobs: tuple[TokenLogprob, ...]  # the next tokens of the prompt
-    token_bytes: dict[int, bytes] = field(default_factory=dict)  # tokens that a stored answer names first in this delta
+    token_bytes: dict[int, bytes] = field(default_factory=dict)  # if stored: tokens that no earlier delta has named
 
     def named_tokens(self) -> Iterator[int]:
         """Yield the ids of all tokens whose names appear in the answer."""
@@ -87,7 +87,7 @@ class LogprobsCollector:
         return echoed, TokenDetails(token_ids, text_logprobs, delta.logprobs[:num_tokens], prompt)
 
     def _prompt_tokens(self, logprobs: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprob, ...]:
-        """Return the next tokens of the prompt. The first token has no log-probability, and is in the first delta."""
+        """Return the next tokens of the prompt. The first call adds the first token, which has no log-probability."""
         first, most = self._num_prompt_tokens, len(self._prompt_text)
         found = logprobs if first else (None, *logprobs)
         token_ids = self._prompt[first : first + len(found)]
@@ -205,8 +205,8 @@ class PackedLogprobs:
         if tokens:
             self._packed.append(_pack(tokens))
 
-    def rows(self, entry: Entry, names: TokenNames, num_top: int) -> Rows:
-        """Return the entries of all tokens, made a few at a time."""
+    def rows(self, entry: Entry, names: TokenNames, num_top: int) -> Rows[Json]:
+        """Return the entries of all tokens, which are built a few at a time."""
         return Rows(lambda: ([entry(token, names, num_top) for token in some] for some in self._some_at_a_time()))
 
     def written(self, form: LogprobsForm, names: TokenNames, *, num_top: int) -> Json:
@@ -304,7 +304,7 @@ class DetailsWriter:
         return fields
 
     def of_prompt(self, index: int) -> Json:
-        """Return the fields about the prompt of a request."""
+        """Return the detail fields of a request's prompt."""
         fields, num_top = Json(), self._detail_options.prompt_logprobs
         if self._detail_options.token_ids:
             fields["prompt_token_ids"] = Rows.of(self._info.prompt_token_ids[index])

@@ -27,12 +27,12 @@ from app.text.tool_calls import LIST, ArgumentsParser, CallParser, InputParser, 
 
 
 class ToolCallDelta(NamedTuple):
-    """A new part of one tool call. The first delta has the id and the name; later deltas add arguments."""
+    """A new part of one tool call. The first delta carries the id and the name, and later deltas add arguments."""
 
     number: int  # the index of the call in its choice
     call_id: str
     name: str | None
-    arguments: str  # for a custom tool: its input
+    arguments: str  # or the input of a custom tool
     is_custom: bool = False
 
 
@@ -46,7 +46,7 @@ class ToolUse:
     grammar: Grammar | None = None  # for an output with forced or strict calls
 
     def read(self, parser: CallParser, text: str, *, is_last: bool) -> list[tuple[str, tuple[ToolCallDelta, ...]]]:
-        """Parse more text of a choice. Return parts in order: text outside calls, and the call deltas after it."""
+        """Parse more text of a choice. Returns parts in order, each with text outside calls and the calls after it."""
         parsed = parser.push(text)
         if is_last and not parser.is_done:
             parsed += parser.flush()
@@ -69,7 +69,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
-    """Return the tools of a chat, or None if `tool_choice` is none. Raises InvalidRequest if they cannot be served.
+    """Return the parser and grammar for a chat's tools, or None if `tool_choice` is none. Raises InvalidRequest.
 
     `form` is the model's own format of calls. Forced calls have the same format for all models.
     """
@@ -107,7 +107,7 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
             param="tools",
         )
     texts = {name: texts_of(parameters_of(each)) for name, each in allowed.items()}
-    # If only some of the tools are allowed, only a grammar keeps the model from calling the others.
+    # If only some of the tools are allowed, the model needs a grammar that excludes calls of the others.
     is_strict = len(allowed) < len(offered) or any(each.strict for each in allowed.values())
     return ToolUse(
         make_parser=lambda: reading_inputs(
@@ -120,7 +120,7 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
 
 
 def texts_of(parameters: Json) -> frozenset[str]:
-    """Return the names of the arguments that can only be strings or null, by the schema of the parameters."""
+    """Return the names of the arguments that the schema of the parameters limits to strings or null."""
     properties = parameters.get("properties")
     kinds = (
         {name: _kinds(schema) - {"null"} for name, schema in properties.items()} if isinstance(properties, dict) else {}
@@ -129,7 +129,7 @@ def texts_of(parameters: Json) -> frozenset[str]:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the types that a schema and its choices name. A schema or choice without a type gives `any`."""
+    """Return the types that a schema and its choices name. A schema or choice without a type counts as `any`."""
     if not isinstance(schema, dict):
         return {"any"}
     named = schema.get("type")
@@ -142,7 +142,7 @@ def _kinds(schema: Any) -> set[str]:
 def _free_calls_grammar(
     functions: Sequence[Definition], form: ToolFormat, document: Grammar | None, *, is_strict: bool
 ) -> Grammar | None:
-    """Return the grammar of an output with free calls, or None if no grammar beside the request's own is needed."""
+    """Return the grammar of an output with optional calls, or None if the request's own grammar is sufficient."""
     if document is not None and document.kind is GrammarKind.JSON_SCHEMA:
         return document_or_calls_grammar(
             json.loads(document.text), functions, form, param=document.param, is_lenient=document.is_lenient

@@ -1,4 +1,4 @@
-"""Grammars of outputs with tool calls: forced calls, and free calls that must match their schemas."""
+"""Grammars of outputs with tool calls: forced calls, and optional calls that must match their schemas."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parameters_of(function: Definition) -> Json:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """Return the schema rewritten for `place` inside another schema, so that its references still point into it."""
+    """Return a schema for the JSON pointer `place` inside another schema, with its references adjusted."""
 
     def pointed(one: Json, _: Place) -> Json:
         ref = one.get("$ref")
@@ -92,9 +92,9 @@ def strict_calls_grammar(functions: Sequence[Definition], form: ToolFormat) -> G
 def document_or_calls_grammar(
     schema: Json, functions: Sequence[Definition], form: ToolFormat, *, param: str, is_lenient: bool
 ) -> Grammar:
-    """Return a grammar of either one document of `schema`, which came in the field `param`, or only calls.
+    """Return a grammar that allows either one document of `schema`, from the field `param`, or only calls.
 
-    If the format does not mark calls, it allows one call. The call and the document are then both objects, and only
+    A format that does not mark calls allows only one call. The call and the document are then both objects, and only
     their schemas distinguish them. Raises InvalidRequest if the schemas are too long or cannot be distinguished.
     """
     contents: list[Content] = [[{"schema": len(functions)}]]
@@ -138,10 +138,10 @@ def _larks(functions: Sequence[Definition]) -> list[Json | None]:
 
 
 def _marked(form: ToolFormat, functions: Sequence[Definition], *, only_one: bool = False) -> list[Content]:
-    """Return the contents that may follow the marker before calls: calls as objects, in the brackets of the format.
+    """Return the contents that may follow the format's marker: calls as objects, in the format's brackets.
 
-    An input with a Lark grammar may be any text, which only the end of the output can end. Therefore, functions with
-    such an input allow only one call. The input is not a JSON string, because two terminals could then start with a
+    An input with a Lark grammar may be any text, so it extends to the end of the output. Functions with such an input
+    therefore allow only one call. The input is not a JSON string, because two terminals could then start with a
     backslash, and llguidance looks only one byte ahead.
     """
     numbered = [(number, each) for number, each in enumerate(functions) if each.lark is None]
@@ -164,13 +164,13 @@ def _marked(form: ToolFormat, functions: Sequence[Definition], *, only_one: bool
 
 
 def _call(form: ToolFormat, number: int, function: Definition) -> Content:
-    """Return a call as an object."""
+    """Return the content of one call, written as an object."""
     name = re.escape(function.name)
     return [{"pattern": rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"{name}"'}, *_arguments(form, number, function)]
 
 
 def _arguments(form: ToolFormat, number: int, function: Definition) -> Content:
-    """Return the rest of the call's object after the name. A Lark input follows empty arguments."""
+    """Return the content of a call after its name. A Lark input follows after the object, whose arguments are empty."""
     key = rf'{_SPACE},{_SPACE}"{form.arguments_key}"{_SPACE}:{_SPACE}'
     if function.lark is not None:
         return [{"pattern": key}, "{}}\n", {"lark": number}]

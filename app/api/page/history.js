@@ -4,7 +4,7 @@ export const KEPT_MS = 5 * 60 * 1000 + 15 * 1000;
 const SAME_MS = 400; // the same stay, seen in two views: clocks and networks are not exact
 const GONE_MS = 60 * 1000; // a replica that is gone is shown for so long
 
-// A request that went on elsewhere has the id of its attempt there: its own, a dot and a number.
+// A request that resumed on another replica has the id of its attempt there: its own id, a dot and a number.
 export const baseId = (requestId) => requestId.replace(/\.[1-9]$/, "");
 
 export class History {

@@ -77,7 +77,7 @@ function pause(isPaused) {
   view.isPaused = isPaused;
   view.pausedAt = history.now() - DELAY_MS;
   $("pause").setAttribute("aria-pressed", String(isPaused));
-  $("pause").textContent = isPaused ? "Go on" : "Pause";
+  $("pause").textContent = isPaused ? "Resume" : "Pause";
   if (!isPaused) goBack(0);
 }
 

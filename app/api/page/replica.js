@@ -5,7 +5,7 @@ import { element, seconds, setText } from "/page/elements.js";
 import { heading, rove, showFigures } from "/page/figures.js";
 
 const STATES = {
-  serving: "", lost: "lost: its stream broke; its requests go on elsewhere", leaving: "leaving: it ends what it has", gone: "gone",
+  serving: "", lost: "lost: its stream broke; its requests resume elsewhere", leaving: "leaving: it ends what it has", gone: "gone",
 };
 
 const SLEEP = { asleep: "asleep", queued: "asleep: it waits for the memory of other models", waking: "waking" };

@@ -47,7 +47,7 @@ function rowsOf(history, id, stays, tokens) {
   stays.forEach((stay, index) => {
     const first = stay.first ?? stay.left ?? history.at;
     const end = stay.left ?? history.at;
-    if (index) rows.push(["moved", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
+    if (index) rows.push(["moved", stay.isResumed ? "resumed on another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
     rows.push(["stay", `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`, `${stay.replica.id}, slot ${stay.slot + 1}`]);
   });
   const gaps = tokens.flatMap(gapsOf).sort((one, other) => one - other);

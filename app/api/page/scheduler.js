@@ -3,7 +3,6 @@
 import { call } from "/page/api.js";
 import { element } from "/page/elements.js";
 
-const WITH_BATCHES = ["static", "dynamic", "bucketed", "sorted"];
 let choices = null; // {strategies, policies}, of the service
 
 async function load() {
@@ -20,7 +19,6 @@ export function newSwitch(model) {
   told.setAttribute("role", "status");
   form.append(button, told);
   form.hidden = true;
-  let slots = 8;
   let isTouched = false;
   load().then(({ strategies, policies }) => {
     strategy.append(...strategies.map((name) => new Option(name)));
@@ -31,10 +29,8 @@ export function newSwitch(model) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     button.disabled = true;
-    // As many as there are slots: every strategy may use all of them.
-    const wanted = WITH_BATCHES.includes(strategy.value) ? { name: strategy.value, batch_size: slots } : strategy.value;
     try {
-      const answer = await (await call("/admin/scheduler", { body: { model, strategy: wanted, policy: policy.value } })).json();
+      const answer = await (await call("/admin/scheduler", { body: { model, strategy: strategy.value, policy: policy.value } })).json();
       const missing = answer.missing ? `, ${answer.missing} have not answered` : "";
       told.textContent = `in force on ${answer.replicas.length} replica${answer.replicas.length === 1 ? "" : "s"}${missing}`;
     } catch (error) {
@@ -44,7 +40,6 @@ export function newSwitch(model) {
     button.disabled = false;
   });
   form.show = (view) => {
-    slots = view.max_running;
     if (isTouched || button.disabled || form.contains(document.activeElement)) return;
     if (strategy.value !== view.strategy) strategy.value = view.strategy;
     if (policy.value !== view.policy) policy.value = view.policy;

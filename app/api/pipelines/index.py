@@ -1,4 +1,4 @@
-"""Finds documents of a file by the cosines of their embeddings, which are computed once and stored on disk."""
+"""Finds documents of a file by the similarity of embeddings. The embeddings are computed once and stored on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.api.endpoints.embeddings import Vector
+from app.api.output.readouts import Vector
 from app.api.pipelines.run import PipelineRun
 from app.api.pipelines.vectors import Matrix, cosines, question_vector, service_vectors
 from app.api.prepared_request import ServedModel
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_INDEX_DOCUMENTS = 20_000
-# The lowest cosine of two vectors of a text that the same weights compute in different batches, even in bfloat16.
+# Vectors of the same text by the same weights have at least this cosine, even in different batches and in bfloat16.
 _SAME = 0.9995
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedDocument:
-    """One line of an index."""
+    """One document of an index file."""
 
     text: str
     source: Json  # identifies the document for clients: its index, and its id if it has one
@@ -54,7 +54,7 @@ class DocumentIndex:
         self._lock = asyncio.Lock()
 
     async def best(self, question: Vector, top_n: int) -> list[tuple[IndexedDocument, float]]:
-        """Return the documents with the highest cosines, highest first. Raises Unavailable until vectors exist."""
+        """Return the documents with the highest cosines, highest first. Raises Unavailable until the vectors exist."""
         if self._matrix is None and self._lock.locked():
             raise Unavailable(
                 f"the vectors of {Path(self._path).name} are being computed: {self._num_computed:,} of "
@@ -65,18 +65,18 @@ class DocumentIndex:
         return [(self.documents[at], float(scores[at])) for at in order.tolist()]
 
     async def matrix(self) -> Matrix:
-        """Return the stored vectors if the model still gives these vectors, and otherwise compute new ones.
+        """Return the stored vectors if the model still computes the same vectors, or compute and store new vectors.
 
-        If several processes need them, one process computes and the others wait.
+        If several processes need the vectors, one process computes them and the others wait.
         """
         async with self._lock:
             if self._matrix is None:
-                kept = await asyncio.to_thread(self._place)
-                while (lock := take_lock(kept.with_suffix(".lock"))) is None:  # noqa: ASYNC110 - another process has it
+                path = await asyncio.to_thread(self._place)
+                while (lock := take_lock(path.with_suffix(".lock"))) is None:  # noqa: ASYNC110 - another process has it
                     await asyncio.sleep(1.0)
                 try:
-                    matrix = await self._kept(kept)
-                    self._matrix = await self._computed(kept) if matrix is None else matrix
+                    matrix = await self._stored(path)
+                    self._matrix = await self._computed(path) if matrix is None else matrix
                 finally:
                     os.close(lock)
         return self._matrix
@@ -90,10 +90,10 @@ class DocumentIndex:
             digest.update(f"{len(document.text)}\n{document.text}".encode())
         return folder / f"{digest.hexdigest()[:32]}.npy"
 
-    async def _kept(self, kept: Path) -> Matrix | None:
+    async def _stored(self, path: Path) -> Matrix | None:
         """Return the stored vectors, or None if there are none or the model's weights have changed since."""
         try:
-            matrix: Matrix = await asyncio.to_thread(np.load, kept, allow_pickle=False)
+            matrix: Matrix = await asyncio.to_thread(np.load, path, allow_pickle=False)
         except (OSError, ValueError):  # the file is missing or broken
             return None
         some = sorted({0, len(self.documents) // 2, len(self.documents) - 1})
@@ -101,18 +101,18 @@ class DocumentIndex:
         if matrix.shape != (len(self.documents), len(vectors[0])):
             return None
         if min(float(matrix[at] @ each) for at, each in zip(some, vectors, strict=True)) < _SAME:
-            logger.info("index %s: %s has other weights now; computing new vectors", self._path, self._model.name)
+            logger.info("index %s: the weights of %s have changed; computing new vectors", self._path, self._model.name)
             return None
         return matrix
 
-    async def _computed(self, kept: Path) -> Matrix:
+    async def _computed(self, path: Path) -> Matrix:
         def note(number: int) -> None:
             self._num_computed = number
 
         texts = [document.text for document in self.documents]
         vectors = await service_vectors(texts, self._model, is_background=True, on_progress=note)
         matrix: Matrix = await asyncio.to_thread(np.stack, vectors)
-        await asyncio.to_thread(_write, kept, matrix)
+        await asyncio.to_thread(_write, path, matrix)
         logger.info("index %s: %d vectors computed by %s", self._path, len(texts), self._model.name)
         return matrix
 
@@ -145,7 +145,7 @@ class IndexStep:
 
 
 def read_index(path: str) -> list[IndexedDocument]:
-    """Read the documents of a file. Raises InvalidSetup with the line that is wrong."""
+    """Read the documents of a file. Raises InvalidSetup, which names the invalid line."""
     file = Path(path).expanduser()
     try:
         num_bytes = file.stat().st_size
@@ -159,10 +159,10 @@ def read_index(path: str) -> list[IndexedDocument]:
     return documents
 
 
-def _write(kept: Path, matrix: Matrix) -> None:
+def _write(path: Path, matrix: Matrix) -> None:
     written = io.BytesIO()
     np.save(written, matrix, allow_pickle=False)
-    write_atomically(kept, written.getvalue())
+    write_atomically(path, written.getvalue())
 
 
 def _documents(path: str, content: str) -> Iterator[IndexedDocument]:

@@ -1,4 +1,4 @@
-"""Pipelines: steps under one name, built from the config and the served models."""
+"""Pipelines, built from the config and the served models. A pipeline runs several steps under one model name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from app.api.auth.limits import Account
 from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
-from app.api.pipelines.route import ByDecision, ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
+from app.api.pipelines.route import ByDecision, ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.api.pipelines.steps import CascadeStep, EnsembleStep, GenerateStep, RerankStep
 from app.api.prepared_request import ServedModel, by_any_name
@@ -37,7 +37,7 @@ RankingStep = RerankStep | IndexStep
 
 
 class AnsweringStep(Protocol):
-    """The last step of a pipeline."""
+    """The last step of a pipeline, which generates the answer."""
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -49,7 +49,7 @@ class AnsweringStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Steps under one name."""
+    """Steps that clients call under one model name. Ranking steps choose documents, and the last step answers."""
 
     name: str
     ranking: tuple[RankingStep, ...]
@@ -63,7 +63,7 @@ class Pipeline:
 
     @cached_property
     def answering_models(self) -> tuple[ServedModel, ...]:
-        """The models that may answer, including those of named pipelines, without duplicates."""
+        """The models that may answer, without duplicates. Includes the models of named pipelines."""
         return _each_once(
             model
             for target in self.answering.targets
@@ -133,7 +133,7 @@ class _Builder:
     """Builds each pipeline once, after the pipelines that it names."""
 
     def __init__(self, configs: Sequence[PipelineConfig], models: Mapping[str, ServedModel]) -> None:
-        """`models` has each model under all of its names. The files of adapters are found when a request arrives."""
+        """`models` contains each model under all of its names. An adapter's files are found only for a request."""
         self._configs = configs
         self._models = models
         self._built: dict[str, Pipeline] = {}
@@ -185,14 +185,14 @@ class _Builder:
             case EnsembleStepConfig():
                 return EnsembleStep(name=name, targets=tuple(map(self._target, step.models)), choose=step.choose)
             case RouteStepConfig():
-                cases = tuple(RouteCase(self._target(case.model), case.preset or "") for case in step.cases)
-                return RouteStep(name=name, cases=cases, chooser=self._chooser(step))
+                targets = tuple(self._target(case.model) for case in step.cases)
+                return RouteStep(name=name, targets=targets, chooser=self._chooser(step))
         raise AssertionError(f"the config is checked, and {step.kind} does not answer")
 
     def _chooser(self, step: RouteStepConfig) -> Chooser:
-        if step.classifier is not None and step.by == "decision":
+        if step.classifier is not None and step.condition == "description":
             return ByDecision(self._models[step.classifier], [case.description or "" for case in step.cases])
-        if step.classifier is not None and step.has_labels:
+        if step.classifier is not None and step.condition == "values":
             return ByLabel(self._models[step.classifier], [case.values for case in step.cases[:-1]])
         if step.classifier is not None:
             return ByExample(self._models[step.classifier], [case.examples for case in step.cases])
@@ -210,10 +210,10 @@ def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -
         return "" if model.model_info.generates else "is an encoder, which cannot generate an answer"
     if isinstance(step, RerankStepConfig) and model.model_info.scores_pairs:
         return ""
-    if isinstance(step, RouteStepConfig) and step.by == "decision":
+    if isinstance(step, RouteStepConfig) and step.condition == "description":
         chats = model.model_info.generates and model.tokenizer.has_chat_template
         return "" if chats else "has no chat template, so it cannot answer questions"
-    if isinstance(step, RouteStepConfig) and step.has_labels:
+    if isinstance(step, RouteStepConfig) and step.condition == "values":
         wrong = {value for case in step.cases for value in case.values} - {*model.model_info.labels}
         return f"has no label {min(wrong)!r}: it has {', '.join(model.model_info.labels) or 'none'}" if wrong else ""
     if not model.gives_embeddings:

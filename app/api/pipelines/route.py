@@ -1,4 +1,4 @@
-"""Route steps: the first case that matches a request selects the model, before any part of the answer is queued."""
+"""Route steps choose which model or pipeline answers a request, before any part of the answer is queued."""
 
 from __future__ import annotations
 
@@ -33,53 +33,38 @@ class Chooser(Protocol):
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RouteCase:
-    """A model or pipeline that may answer, and the preset of its replicas."""
-
-    target: Target
-    preset: str = ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteStep:
-    """The step that chooses one of several cases, which then answers."""
+    """Chooses one of several cases, whose target then answers."""
 
     name: str
-    cases: tuple[RouteCase, ...]
+    targets: tuple[Target, ...]  # the model or pipeline of each case
     chooser: Chooser
     kind: str = "route"
 
     @property
-    def targets(self) -> tuple[Target, ...]:
-        return tuple(case.target for case in self.cases)
-
-    @property
     def others(self) -> tuple[ServedModel, ...]:
-        """Models that run but do not answer."""
+        """The models that only help to choose a case."""
         return (self.chooser.model,) if isinstance(self.chooser, ByExample | ByLabel | ByDecision) else ()
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
         """Choose a case and return the answer of its target."""
         chosen = await self.chooser.choose(run, self)
-        case, run = self.cases[chosen.case], run.behind(chosen.report)
-        if case.preset:
-            start = await run.with_preset(case.preset).prepared(case.target, self)
-        else:
-            start = await run.prepared(case.target, self, known=chosen.prepared)
+        run = run.behind(chosen.report)
+        start = await run.prepared(self.targets[chosen.case], self, known=chosen.prepared)
         return await start()
 
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """Chooses the first case whose token limit and whose model's context are large enough, or else the last case."""
+    """Chooses the first case whose token limit and model context can hold the prompt, or the last case if none can."""
 
     max_prompt_tokens: Sequence[int]  # one for each case but the last
 
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
         known: dict[str, PreparedRequest | None] = {}  # by the model's name; None if its context is too short
         for index, most in enumerate(self.max_prompt_tokens):
-            target = step.cases[index].target
+            target = step.targets[index]
             model = target if isinstance(target, ServedModel) else target.answering_models[0]
             if model.name not in known:
                 known[model.name] = await _fitting(run, model)
@@ -87,7 +72,7 @@ class ByLength:
             if prepared is not None and prepared.num_prompt_tokens <= most:
                 report = run.note(step, case=index, num_prompt_tokens=prepared.num_prompt_tokens)
                 return Chosen(index, report, prepared)
-        last = len(step.cases) - 1
+        last = len(step.targets) - 1
         return Chosen(last, run.note(step, case=last))
 
 
@@ -100,7 +85,7 @@ async def _fitting(run: PipelineRun, model: ServedModel) -> PreparedRequest | No
 
 @dataclass(frozen=True, slots=True)
 class ByHeader:
-    """Chooses the first case that lists the value of a header, or else the last case."""
+    """Chooses the first case that lists the value of a header, or the last case if none does."""
 
     header: str
     values: Sequence[Sequence[str]]  # for each case but the last
@@ -113,7 +98,7 @@ class ByHeader:
 
 @dataclass(frozen=True, slots=True)
 class ByLabel:
-    """Chooses the first case that lists the label with the highest score for the user's last text, or the last case."""
+    """Chooses the first case that lists the best label of the user's last text, or the last case if none lists it."""
 
     model: ServedModel
     labels: Sequence[Sequence[str]]  # for each case but the last
@@ -154,7 +139,7 @@ class ByDecision:
 class ByExample:
     """Chooses the case with the example that is nearest to the user's last text, by the cosine of their embeddings.
 
-    The vectors of the examples are computed once.
+    The first request computes the vectors of the examples.
     """
 
     model: ServedModel

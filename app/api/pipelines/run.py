@@ -1,4 +1,4 @@
-"""A request that passes through the steps of a pipeline: the requests of the steps, their deadlines and reports."""
+"""A request's run through the steps of a pipeline: the requests, deadlines and reports of the steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
-from app.api.endpoints.table import Endpoint
-from app.api.output.answer import ChoiceOutput
+from app.api.endpoints.endpoint import Endpoint
+from app.api.output.answer import ChoiceOutput, MoreUsage
 from app.api.output.choices import DeltaBuffer, close
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
@@ -24,9 +24,9 @@ from app.json_pieces import Json
 from app.metrics import RequestMetrics
 
 MAX_DOCUMENTS_HEADER = 4096  # characters of the header with the ids of documents
-_PLAIN = " !#$&'()*+-./:;=?@[]^_`{|}~"  # characters, beside letters and digits, that are not percent-encoded in it
+_PLAIN = " !#$&'()*+-./:;=?@[]^_`{|}~"  # the header percent-encodes all but these characters, letters and digits
 
-_REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # they choose replicas of the answering model only
+_REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # apply only to the replicas of the answering model
 
 
 class Step(Protocol):
@@ -42,7 +42,7 @@ class Step(Protocol):
 
 
 class OtherPipeline(Protocol):
-    """The interface of a pipeline for steps that name it."""
+    """The interface of a pipeline for the steps of another pipeline."""
 
     @property
     def name(self) -> str: ...
@@ -59,7 +59,7 @@ class OtherPipeline(Protocol):
         """Run all steps before the first token of the answer, and return the pending answer."""
 
 
-Target = ServedModel | OtherPipeline  # a step names targets, which answer
+Target = ServedModel | OtherPipeline  # a step lets a target answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class StepReport:
     decided: Json = field(default_factory=dict)
 
     def end(self, **decided: object) -> None:
-        """End the step with its result."""
+        """Add fields to the step's decision. The first call also ends the step."""
         self.decided |= decided
         if self.ended_at is None:
             self.ended_at = time.monotonic()
@@ -90,7 +90,7 @@ class StepReport:
 class ModelStepReport(StepReport):
     """The report of a step that runs a model, with the model and its tokens.
 
-    The answer's state refers to all reports for its usage, so a report with the state would be a reference cycle.
+    The answer's state refers to all reports for its usage, so a report that held the state would be a reference cycle.
     """
 
     prepared: PreparedRequest
@@ -117,13 +117,13 @@ class PipelineRun:
     endpoint: Endpoint
     body: QueuedRequest
     context: RequestContext
-    prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves its maximum of tokens
+    prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves the tokens it may need
     metrics: RequestMetrics
     size: int  # size of the body, by `size_of`
     sources: Sequence[Json] | None = None  # sources of the documents in the body, if a step has chosen them
     is_judged: bool = False  # measure the confidence of the models that answer
-    reports: list[StepReport] = field(default_factory=list)  # reports of all branches, in order of their start
-    way: tuple[StepReport, ...] = ()  # reports of the steps that have led to this run
+    reports: list[StepReport] = field(default_factory=list)  # of the steps of all branches, in order of their start
+    way: tuple[StepReport, ...] = ()  # of the steps that have led to this run
 
     def behind(self, report: StepReport) -> PipelineRun:
         """Return this run after one more step, which has ended."""
@@ -138,13 +138,6 @@ class PipelineRun:
         body = self.body.model_copy(update={"documents": list(documents)})
         size = self.size + sum(map(len, documents))
         return replace(self, body=body, size=size, sources=sources)
-
-    def with_preset(self, preset: str) -> PipelineRun:
-        """Return this run for replicas with this preset, unless the client's headers choose replicas."""
-        headers = self.context.headers
-        if any(headers.get(name) for name in _REPLICA_HEADERS):
-            return self
-        return replace(self, context=replace(self.context, headers={**headers, PRESET_HEADER: preset}))
 
     @property
     def question(self) -> str:
@@ -161,9 +154,9 @@ class PipelineRun:
     async def prepared(
         self, target: Target, step: Step, *, known: PreparedRequest | None = None
     ) -> Callable[[], Awaitable[PendingAnswer]]:
-        """Return a function that starts the answer of a target. The request to a model is checked and reserved first.
+        """Return a function that starts a target's answer. Checks a model's request and reserves its tokens beforehand.
 
-        `known` is the request to the model, if that request was already checked but not reserved.
+        `known` is this request, if it was already checked without reserving its tokens.
         """
         if not isinstance(target, ServedModel):
             return partial(target.answer, self)
@@ -177,7 +170,7 @@ class PipelineRun:
     async def request_for(
         self, model: ServedModel, *, reserves: bool = True, known: PreparedRequest | None = None
     ) -> PreparedRequest:
-        """Return the checked request for a model, and reserve its maximum of tokens if `reserves` is true."""
+        """Return the checked request for a model, and with `reserves`, reserve the tokens that it may need."""
         of_body = (self.endpoint, self.body, model, self.context, self.size)
         return await self.prepare(*of_body, reserves=reserves, known=known)
 
@@ -186,7 +179,7 @@ class PipelineRun:
     ) -> PreparedRequest:
         """Return the request of a step that does not answer, with the tenant, priority and deadline of the body.
 
-        `fields` are checked values of the endpoint's body. An error about `question_param` names the client's field.
+        `fields` are checked values for the endpoint's body. An error in `question_param` names the client's own field.
         """
         body = self.body
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
@@ -207,9 +200,9 @@ class PipelineRun:
         return self.reports[-1]
 
     def begin(self, prepared: PreparedRequest, step: Step) -> tuple[ResponseState, ModelStepReport]:
-        """Start a step with the time that earlier steps have left, and return its response and its report.
+        """Start a step that runs a model, and return its response and its report.
 
-        The key is charged for the step even if the client does not see its output. Raises DeadlineMissed.
+        The key is charged even if the client does not see the output. Raises DeadlineMissed if no time is left.
         """
         trace, now = self.context.trace, time.monotonic()
         if self.reports:
@@ -233,7 +226,7 @@ class PipelineRun:
         return PendingAnswer(state=state, way=(*self.way, report), confidence=confidence)
 
     def again(self, answer: ReadAnswer) -> PendingAnswer:
-        """Return an answer that was already read, to be read again. The metrics do not count the answer twice."""
+        """Return an answer that replays `answer`, which was read completely. The metrics do not count it twice."""
         prepared = answer.of.state.prepared
         state = ResponseState.begin(prepared, self.context, RequestMetrics(), pieces=answer.deltas.replayed())
         return replace(answer.of, state=state)
@@ -244,12 +237,12 @@ class PendingAnswer:
     """An answer whose generation starts when the answer is read."""
 
     state: ResponseState
-    way: tuple[StepReport, ...]  # reports of the steps that have led to the answer; the last step gives the answer
+    way: tuple[StepReport, ...]  # reports of the steps that have led to the answer; the last of these steps answers
     confidence: Confidence | None = None  # if the run is judged
 
     @property
     def report(self) -> StepReport:
-        """The report of the step that gives the answer."""
+        """The report of the step that answers."""
         return self.way[-1]
 
     async def read(self) -> ReadAnswer:
@@ -260,7 +253,7 @@ class PendingAnswer:
         return ReadAnswer(self, deltas)
 
     def behind(self, report: StepReport) -> PendingAnswer:
-        """Return this answer with the report of one more step before the others."""
+        """Return this answer with the report of an earlier step put before the others."""
         return replace(self, way=(report, *self.way))
 
     def headers(self) -> dict[str, str]:
@@ -310,7 +303,7 @@ class Confidence:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean so far. A model that generated nothing has 0, which means certain."""
+        """The mean so far. If nothing was generated, the mean is 0, which means certainty."""
         return self._sum / self._num_tokens if self._num_tokens else 0.0
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
@@ -327,12 +320,12 @@ class Confidence:
             await close(deltas)
 
 
-def _usage_of(name: str, reports: Iterable[StepReport]) -> Json:
+def _usage_of(name: str, reports: Iterable[StepReport]) -> MoreUsage:
     return {"pipeline": {"name": name, "steps": [report.as_json() for report in reports]}}
 
 
 def _document_ids(kept: Sequence[Json]) -> str:
-    """Return a header with the first percent-encoded ids or indexes of documents. Proxies limit the size of headers."""
+    """Return the ids or indexes of documents for a header. Proxies limit headers, so the last ids may be missing."""
     ids, room = list[str](), MAX_DOCUMENTS_HEADER
     for document in kept:
         written = quote(str(document.get("id", document["index"])), safe=_PLAIN)
@@ -344,7 +337,7 @@ def _document_ids(kept: Sequence[Json]) -> str:
 
 
 def _with_less_time(prepared: PreparedRequest, elapsed_s: float) -> PreparedRequest:
-    """Return the call with its deadlines shortened by `elapsed_s`. Raises DeadlineMissed if no time is left."""
+    """Return the request with its deadlines shortened by `elapsed_s`. Raises DeadlineMissed if no time is left."""
     deadlines = [request.deadline_s for request in prepared.requests if request.deadline_s is not None]
     if not deadlines:
         return prepared

@@ -1,4 +1,4 @@
-"""The steps of pipelines except route and index steps: steps that generate answers, and the rerank step."""
+"""Pipeline steps that generate answers, and the rerank step. Route and index steps are in modules of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateStep:
-    """One model or pipeline answers."""
+    """Lets one model or pipeline answer."""
 
     name: str
     target: Target
@@ -70,7 +70,7 @@ class CascadeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnsembleStep:
-    """All models or pipelines answer, and one answer is chosen after all have finished."""
+    """Lets all targets answer, and chooses the best answer by vote or by log-probability after all have finished."""
 
     name: str
     targets: tuple[Target, ...]

@@ -1,4 +1,4 @@
-"""Vectors and scores of the user's last text, and vectors of a pipeline's own texts (examples and indexes)."""
+"""Computes vectors and scores of the user's last text, and vectors of a pipeline's own texts (examples and indexes)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from app.api.auth.limits import Account, Reservation
-from app.api.endpoints.embeddings import Vector, results_of, vectors_of
+from app.api.endpoints.embeddings import vectors_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.generation import prepare_pooling
+from app.api.output.readouts import Vector, results_of
 from app.api.output.response_state import ResponseState
 from app.api.pipelines.run import PipelineRun, Step, StepReport
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -28,7 +29,7 @@ Matrix = npt.NDArray[np.float32]
 
 
 async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
-    """Return the vector of the user's last text, with length 1, and the report of the step, which has not ended."""
+    """Return the vector of the user's last text, of length 1, and the report of the step, which the caller must end."""
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
     state, report = run.begin(prepared, step)
     [vector] = await vectors_of(state)
@@ -36,7 +37,7 @@ async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> t
 
 
 async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
-    """Return the score of each label for the user's last text, and the report. Raises Failure for an infinite score."""
+    """Return each label's score for the user's last text, and the report. Raises Failure if a score is not finite."""
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
     state, report = run.begin(prepared, step)
     [scores] = await results_of(state, lambda index, numbers: numbers)
@@ -47,7 +48,7 @@ async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> t
 
 async def cosines(matrix: Matrix, vector: Vector) -> Vector:
     """Return the cosines [num_vectors] of `vector` with the rows [num_vectors, embedding_size], all of length 1."""
-    products_on_the_loop = 1_000_000  # they take a millisecond
+    products_on_the_loop = 1_000_000  # take a millisecond
     if matrix.size <= products_on_the_loop:
         return matrix @ vector
     return await asyncio.to_thread(np.matmul, matrix, vector)
@@ -75,7 +76,7 @@ async def service_vectors(
         try:
             vectors += await vectors_of(ResponseState.begin(prepared, context, RequestMetrics()))
         except Overloaded as error:
-            longest_pause_s = 1.0  # because `retry_after_s` is the time for a full queue to empty
+            longest_pause_s = 1.0  # `retry_after_s` may be the time until the whole queue is empty
             await asyncio.sleep(min(error.retry_after_s, longest_pause_s))
         on_progress(len(vectors))
     return vectors

@@ -204,6 +204,7 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 AsInt = BeforeValidator(as_int)
+OrOff = AfterValidator(lambda value: max(0, value))  # -1 and 0 both switch a filter off
 Natural = Annotated[int, Field(ge=0), AsInt]
 NumSamples = Annotated[int, Field(ge=1), AsInt]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]

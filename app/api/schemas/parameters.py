@@ -92,7 +92,6 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "typical_p": _off(1),
     "tfs_z": _off(1),
     "top_a": _off(0),
-    "top_n_sigma": _off(-1),
     "min_keep": _off(0),
     "dynatemp_range": _off(0),
     "dry_multiplier": _off(0),

@@ -32,6 +32,7 @@ from app.api.schemas.fields import (
     NonEmpty,
     NumSamples,
     NumTokens,
+    OrOff,
     ReasoningEffort,
     Schema,
     TemplateVariables,
@@ -179,10 +180,12 @@ class GenerationRequest(QueuedRequest):
     budget_param: ClassVar[str] = "thinking_token_budget"
     effort_param: ClassVar[str] = "reasoning_effort"
 
+    # A field that has the name of a field of `SamplingParams` sets it (`shared_fields`).
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)  # 0 allows only the likeliest token
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] = 0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt, OrOff] = 0
     min_p: float = Field(0.0, ge=0, le=1)
+    top_n_sigma: Annotated[float, Field(ge=-1, le=1000), OrOff] = 0.0
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=10)

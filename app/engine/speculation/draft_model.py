@@ -65,6 +65,8 @@ class ModelDrafter(Drafter):
         self._eos_token_ids = frozenset(model_info.eos_token_ids)
         self._pace = DraftPace(by_model=True)
         self._acceptance = FIRST_ACCEPTANCE
+        # Known tokens with KV in the draft model's memory, under the block ids that a sequence has in an epoch.
+        self._num_computed: dict[tuple[EngineSequence, int], int] = {}
         self._number = 0  # number of drafts for each sequence of the current step
         self._has_computed = False  # whether the draft model has run in the current step
         self._has_failed = False
@@ -91,7 +93,7 @@ class ModelDrafter(Drafter):
                 logger.error("the draft model failed; nothing is drafted any more: %s", described(result))
                 return
             for each in step:
-                each.sequence.num_draft_computed_tokens = each.item.end
+                self._num_computed[each.sequence, each.sequence.epoch] = each.item.end
             for each, draft in zip([each for each in step if each.number], result.token_ids, strict=True):
                 each.go_on(draft, self._eos_token_ids)
             step = [each for each in drafting if len(each.drafts) < each.number]
@@ -104,18 +106,19 @@ class ModelDrafter(Drafter):
         """Return items for the tokens that the draft model lacks. An item that completes its sequence also drafts."""
         found: list[_Drafting] = []
         num_left = MAX_CATCH_UP_TOKENS
-        for place in sorted(range(len(sequences)), key=lambda place: _num_lacking(sequences[place])):
-            sequence = sequences[place]
-            num_lacking, num_fitting = _num_lacking(sequence), self._max_model_len - sequence.num_tokens + 1
+        lacking = [each.num_tokens - self._num_computed.get((each, each.epoch), 0) for each in sequences]
+        for place in sorted(range(len(sequences)), key=lacking.__getitem__):
+            sequence, num_lacking = sequences[place], lacking[place]
+            num_fitting = self._max_model_len - sequence.num_tokens + 1
             num_tokens = num_lacking if num_lacking <= _NUM_BEHIND else min(num_lacking, num_left)
-            if num_fitting < 1 or not num_tokens or not _is_worth_catching_up(sequence):
+            if num_fitting < 1 or not num_tokens or not _is_worth_catching_up(sequence, num_lacking):
                 continue
             number = take(sequence, min(self._number, num_fitting)) if num_tokens == num_lacking else 0
             if num_tokens == num_lacking and not number:
                 continue
             if num_lacking > _NUM_BEHIND:
                 num_left -= num_tokens
-            item, start = items[place], sequence.num_draft_computed_tokens
+            item, start = items[place], sequence.num_tokens - num_lacking
             first = structs.replace(
                 item,
                 token_ids=sequence.token_ids(start, start + num_tokens),
@@ -131,9 +134,11 @@ class ModelDrafter(Drafter):
         # A step in which the draft model has only caught up counts neither as drafted nor as plain.
         if batch.has_drafts or not self._has_computed:
             self._pace.stepped(batch, result, seconds)
-        for sequence in batch.sequences:  # the KV of rejected drafts is invalid, and the last token has no KV yet
-            known = min(sequence.num_draft_computed_tokens, sequence.num_tokens - 1)
-            sequence.num_draft_computed_tokens = known
+        self._num_computed = {  # the KV of rejected drafts is invalid, and the last token has no KV yet
+            key: min(self._num_computed[key], key[0].num_tokens - 1)
+            for key in [(each, each.epoch) for each in batch.sequences]
+            if key in self._num_computed
+        }
         if batch.has_drafts:
             for item, num_kept in zip(batch.scheduled, result.num_kept, strict=True):
                 num_drafts = len(item.token_ids) - 1
@@ -149,12 +154,7 @@ class ModelDrafter(Drafter):
         self._runner.wake()
 
 
-def _num_lacking(sequence: EngineSequence) -> int:
-    """Return the number of known tokens that the draft model has not computed."""
-    return sequence.num_tokens - sequence.num_draft_computed_tokens
-
-
-def _is_worth_catching_up(sequence: EngineSequence) -> bool:
+def _is_worth_catching_up(sequence: EngineSequence, num_lacking: int) -> bool:
     num_expected = max(1, sequence.num_predicted_tokens - sequence.num_generated_tokens)
     max_catch_up_share = 8  # catching up is worthwhile for at most 8 tokens per token that is still expected
-    return _num_lacking(sequence) <= _NUM_BEHIND + max_catch_up_share * num_expected
+    return num_lacking <= _NUM_BEHIND + max_catch_up_share * num_expected

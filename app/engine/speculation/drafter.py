@@ -136,9 +136,7 @@ class LookupDrafter(Drafter):
     _is_promising: bool = True  # whether any sequence of the last step with a lookup was promising
     _skips_lookup: bool = True  # whether the current step skips the lookup
     _has_hoped: bool = False  # whether `expects_drafts` made the next step wait, so that this step must look up drafts
-    _guess: tuple[EngineSequence, int] | None = (
-        None  # the guess of the token being drawn, by which `expects_drafts` decided
-    )
+    _guess: tuple[EngineSequence, int] | None = None  # the token being drawn, as guessed by `expects_drafts`
 
     def expects_drafts(self, sequences: Sequence[EngineSequence]) -> bool:
         self._has_hoped = False

@@ -235,7 +235,7 @@ def parse(line: str) -> Entry:
         case {"abort": number}:
             return Abort(number)
         case {"reconfigured": config}:
-            return Reconfigured(SchedulerConfig.model_validate(config))
+            return Reconfigured(SchedulerConfig.model_validate(without_batch_size(config)))
         case {"limits": limits}:
             return Limited(StepLimits(**limits))
         case {"cache_cleared": True}:
@@ -245,6 +245,15 @@ def parse(line: str) -> Entry:
         case {"lost": num_entries}:
             return DroppedEntries(num_entries)
     raise ValueError(f"unknown entry: {line[:80]}")
+
+
+def without_batch_size(scheduler: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded settings without `strategy.batch_size`, which limited batches before `max_running` did."""
+    strategy = dict(scheduler["strategy"])
+    batch_size = strategy.pop("batch_size", None)
+    if batch_size is None:
+        return scheduler
+    return scheduler | {"strategy": strategy, "max_running": min(batch_size, scheduler["max_running"])}
 
 
 def request_fields(request: Request) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
 
 from app.config import SchedulerConfig
-from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
+from app.engine.batch import StepBatch, StepLimits
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import EngineSequence
@@ -81,7 +81,6 @@ class StepRecorder(StepObserver):
 
     def _begin(self) -> None:
         self._batch: StepBatch | None = None
-        self._decision = SchedulingDecision()
         self._blocks: list[list[int]] | tuple[()] = ()
         self._scheduled: ScheduledTokens | None = NOTHING
         self._token_ids: list[int] = []
@@ -90,22 +89,23 @@ class StepRecorder(StepObserver):
         self._failures: list[StepFailure] = []
         self._began_ns = self._scheduled_ns = self._sampled_ns = 0
 
-    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
-        self._batch, self._decision = batch, decision
-        self._blocks = [list(sequence.block_ids) for sequence in decision.joined] if decision.joined else ()
-        self._scheduled = None if self._goes_on(batch, decision) else _scheduled_tokens(batch)
+    def scheduled(self, batch: StepBatch) -> None:
+        self._batch = batch
+        joined = batch.decision.joined
+        self._blocks = [list(sequence.block_ids) for sequence in joined] if joined else ()
+        self._scheduled = None if self._goes_on(batch) else _scheduled_tokens(batch)
         if self._scheduled is not None:
             is_steady = batch and not (self._scheduled.unsampled or batch.has_drafts)
             self._steady = batch.sequences if is_steady else None
         self._scheduled_ns = self._stopwatch_ns()
 
-    def _goes_on(self, batch: StepBatch, decision: SchedulingDecision) -> bool:
+    def _goes_on(self, batch: StepBatch) -> bool:
         """Whether the step has the sequences of the previous step, and each computes one more token."""
         return (
             self._steady == batch.sequences  # compared by identity, in C
             and batch.num_scheduled_tokens == len(batch.sequences)
-            and not decision.joined
-            and not decision.preempted
+            and not batch.decision.joined
+            and not batch.decision.preempted
         )
 
     def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Sequence[int] = ()) -> None:
@@ -134,19 +134,13 @@ class StepRecorder(StepObserver):
 
     def _finish(self, ended: list[tuple[int, str]], *, ended_at: float | None) -> None:
         now_ns = self._stopwatch_ns()
-        batch, decision = self._batch, self._decision
-        self._batch, self._decision = None, SchedulingDecision()  # drop the references to sequences
-        record = self._record(batch, decision, ended, ended_at, now_ns)
+        batch, self._batch = self._batch, None  # drop the references to sequences
+        record = self._record(batch, ended, ended_at, now_ns)
         if not self._put(record) or batch is None:
             self._steady = None  # after a lost entry or a step without a batch, the next entry must be complete
 
     def _record(
-        self,
-        batch: StepBatch | None,
-        decision: SchedulingDecision,
-        ended: list[tuple[int, str]],
-        ended_at: float | None,
-        now_ns: int,
+        self, batch: StepBatch | None, ended: list[tuple[int, str]], ended_at: float | None, now_ns: int
     ) -> StepRecord:
         self._num_steps += 1
         sampled_ns = self._sampled_ns or self._scheduled_ns
@@ -167,6 +161,7 @@ class StepRecorder(StepObserver):
                 failures=self._failures,
                 num_kept=self._num_kept,
             )
+        decision = batch.decision
         return StepRecord(
             self._num_steps,
             batch.began_at,

@@ -45,10 +45,8 @@ def recorder_of(
         return None
     header = log_header(config, runner=runner, model_info=model_info, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
-    # With 16 files, a full log loses one sixteenth of its past when a new file begins.
-    num_log_files = 16
-    file_bytes = settings.max_megabytes * 1_000_000 // num_log_files
-    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=num_log_files)
+    # A GB has room for a day of moderate load. A full log loses one sixteenth of its past when a new file begins.
+    files = LogFiles(folder, run=header.run, file_bytes=64_000_000, max_files=16)
     try:
         log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
     except OSError as error:

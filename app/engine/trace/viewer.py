@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.batch import StepBatch
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import TokenDelta
 from app.engine.scheduler import Scheduler
@@ -74,7 +74,8 @@ class Viewer(StepObserver):
         for request_id in list(self._occupancies):
             self._leave(request_id, self._last_step_at, "preempted")
 
-    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch) -> None:
+        decision = batch.decision
         for sequence in decision.preempted:
             self._leave(sequence.request.request_id, batch.began_at, "preempted")
         for sequence in decision.joined:

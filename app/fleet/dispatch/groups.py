@@ -10,7 +10,7 @@ from itertools import accumulate
 from app.errors import InvalidRequest
 from app.fleet.dispatch.decision import Candidate
 
-# The groups of a model that sets `replicas.roles`.
+# The groups of a model that sets `replicas.prefill_replicas`.
 PREFILL, DECODE = "prefill", "decode"
 
 

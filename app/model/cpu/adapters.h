@@ -1,7 +1,7 @@
-// LoRA adapters (Hu et al., 2021) for the matrices of a decoder: rows × down × up is added to rows × matrix.
+// LoRA adapters (Hu et al., 2021) for a decoder's matrices: adds rows × down × up to rows × matrix.
 //
-// The rows of each adapter are computed together, so a step reads an adapter's numbers once: first `down`, and for each
-// panel of the matrix `up`, before the panel's own products. No result depends on the step's other rows.
+// The rows of an adapter are computed together, so that a step reads the adapter's numbers only once: `down` before the
+// product, and `up` panel by panel, before the panel's own products. No result depends on the step's other rows.
 #pragma once
 
 #include <vector>
@@ -11,14 +11,14 @@
 namespace carousel {
 
 constexpr int64_t MOST_RANK = 64;
-constexpr int MOST_PARTS = 3;                           // matrices whose outputs are computed together
-constexpr int64_t LOW_STRIDE = MOST_PARTS * MOST_RANK;  // numbers of a row between the two products
+constexpr int MOST_PARTS = 3;                           // the most matrices in one product
+constexpr int64_t LOW_STRIDE = MOST_PARTS * MOST_RANK;  // numbers of a row between `down` and `up`
 
-// One adapter's part in one product of a layer. Columns are packed by LANES: [columns / LANES][units][LANES] units.
+// An adapter's matrices for one product of a layer, packed in LANES columns: [columns / LANES][units][LANES] units.
 struct LowRank {
-    const uint32_t* down;            // columns: the ranks of the parts in order; null: no update
-    const uint32_t* up[MOST_PARTS];  // columns: outputs; includes the adapter's scale
-    int64_t rank[MOST_PARTS];        // even; 0: the adapter does not change this part
+    const uint32_t* down;            // its columns are the ranks of all parts; null without an update
+    const uint32_t* up[MOST_PARTS];  // its columns are outputs; includes the adapter's scale
+    int64_t rank[MOST_PARTS];        // even; 0 if the adapter does not change this part
 
     int64_t num_columns() const { return rank[0] + rank[1] + rank[2]; }
 };
@@ -27,7 +27,7 @@ struct AdapterLayer {
     LowRank query_key_value, output, gate_up, down;
 };
 
-// The matrices whose outputs a product joins: column after column, or LANES of each matrix in turn.
+// The matrices that a product joins, either one after another or by alternating LANES columns of each.
 struct Parts {
     int64_t num_columns[MOST_PARTS];
     bool in_turn;
@@ -36,7 +36,7 @@ struct Parts {
         int64_t part, block;  // in LANES columns
     };
 
-    // The part is MOST_PARTS for a column past the end.
+    // Columns past the end belong to part MOST_PARTS.
     Place place_of(int64_t column) const {
         if (in_turn) return {column < 2 * num_columns[0] ? column / LANES % 2 : MOST_PARTS, column / PANEL};
         int64_t part = 0;
@@ -45,7 +45,7 @@ struct Parts {
     }
 };
 
-// Computes the sums of LANES columns for each row. Prefetches as many units from `ahead`.
+// Computes the sums of LANES columns for each row. Prefetches the same number of units from `ahead`.
 template <typename T, int ROWS>
 [[gnu::noinline]] void multiply_lanes(const T* rows, int64_t row_stride, int64_t num_inputs, const uint32_t* columns,
                                       const uint32_t* ahead, Vector* sums) {
@@ -56,7 +56,7 @@ template <typename T, int ROWS>
     std::memcpy(sums, own, sizeof(own));
 }
 
-// Computes the sums for any number of rows, and passes them to to(row, sums).
+// Like above for any number of rows. Calls to(row, sums).
 template <typename T, typename To>
 void multiply_lanes(const T* rows, int64_t num_rows, int64_t row_stride, int64_t num_inputs, const uint32_t* columns,
                     const uint32_t* ahead, To&& to) {
@@ -77,14 +77,14 @@ void multiply_lanes(const T* rows, int64_t num_rows, int64_t row_stride, int64_t
     }
 }
 
-// The rows of a step, grouped by adapter.
+// A step's rows, grouped by adapter.
 class AdaptedRows {
   public:
     struct Piece {  // rows of one adapter: order()[first ...]
         int64_t adapter, first, count;
     };
 
-    // adapter_of(row): the adapter's index; -1: none.
+    // adapter_of(row) returns the index of a row's adapter, or -1.
     template <typename AdapterOf>
     void find(int64_t num_rows, int64_t num_adapters, AdapterOf&& adapter_of) {
         pieces_.clear();
@@ -111,7 +111,7 @@ class AdaptedRows {
     std::vector<int64_t> order_, adapters_;
 };
 
-// The updates that adapters add to one product of a step, as an argument of `share_tiles`.
+// The updates that adapters add to one product of a step. Passed to `share_tiles`.
 template <typename T>
 class Addition {
   public:
@@ -122,13 +122,13 @@ class Addition {
         for (int64_t adapter = 0; adapter < num_adapters; ++adapter) is_empty_ &= !of(adapter).down;
     }
 
-    // Multiplies the inputs by `down`, before the product. The threads of the pool share the work.
+    // Multiplies the inputs by `down`. Call before the product; the threads of the pool share the work.
     void reduce(ThreadPool& threads, const T* inputs, int64_t num_inputs) const {
         if (is_empty_) return;
         threads.share(rows_->pieces().size(), [&](int64_t task) { reduce(rows_->pieces()[task], inputs, num_inputs); });
     }
 
-    // The updates of a panel for some rows. They are valid until the thread asks for the next ones.
+    // A panel's updates for some rows. They are valid until the thread calls `columns` again.
     class Columns {
       public:
         void add(int64_t row, Vector (&sums)[2]) const {

@@ -1,4 +1,4 @@
-"""LoRA adapters in the form of the C++ decoder, see `adapters.h`."""
+"""Packs LoRA adapters for the C++ decoder. See `adapters.h` for the layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.model.llama import DecoderSettings
 
 
 class AdaptedModel(NamedTuple):
-    """The properties of a model that adapters depend on. It holds none of the model's weights."""
+    """The properties of a model that adapters depend on. Holds no reference to the model's weights."""
 
     sizes: Mapping[str, Sizes]  # by the linear layer's name
     settings: DecoderSettings
@@ -30,7 +30,7 @@ class AdaptedModel(NamedTuple):
         return NativeAdapter(weights, settings=self.settings, dtype=self.dtype)
 
     def adapter_bytes(self, rank: int) -> int:
-        """Return the bytes of a NativeAdapter of this rank that changes all linear layers."""
+        """Return the bytes of a `NativeAdapter` that has this rank and changes all adaptable linear layers."""
         updates = {
             name: LowRankUpdate(
                 down=torch.empty(rank, size.num_inputs, device="meta"),
@@ -42,13 +42,13 @@ class AdaptedModel(NamedTuple):
 
 
 class NativeAdapter:
-    """A packed adapter. Steps that use the adapter hold a reference to it."""
+    """A packed adapter. Steps that use it hold a reference, so it may be unloaded at any time."""
 
     def __init__(self, weights: AdapterWeights, *, settings: DecoderSettings, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._layers = (AdapterLayer * len(settings.layers))()
         by_product = list(_by_product(weights, settings))
-        # The memory that `_layers` points to, in the order in which a step reads it.
+        # `_layers` points into this memory, which is filled in the order in which a step reads it.
         num_bytes = sum(_packed_bytes(updates, dtype) for _, _, updates in by_product)
         self._memory, self._num_used = in_large_pages(num_bytes, dtype=torch.uint8), 0
         for index, product, updates in by_product:
@@ -75,7 +75,7 @@ class NativeAdapter:
         return found
 
     def _kept(self, packed: torch.Tensor) -> int:
-        """Copy a tensor into `_memory` and return its address."""
+        """Append a tensor to `_memory` and return the address of the copy."""
         place = self._memory[self._num_used : self._num_used + packed.nbytes]
         self._num_used += packed.nbytes
         place.copy_(packed.view(torch.uint8).view(-1))
@@ -83,14 +83,14 @@ class NativeAdapter:
 
 
 class AdapterColumns(NamedTuple):
-    """A step's adapters, in the form of `DecoderStep`."""
+    """A step's adapters, in the form that `DecoderStep` requires."""
 
     adapters: ctypes.Array[ctypes.c_void_p]
-    of_token: torch.Tensor  # [num_tokens] int64, each token's index in `adapters`; -1: none
+    of_token: torch.Tensor  # [num_tokens] int64, each token's index in `adapters`, or -1
 
 
 def adapter_columns(batch: StepBatch) -> AdapterColumns:
-    numbers: dict[int, int] = {}  # by address
+    numbers: dict[int, int] = {}  # index by adapter address
     of_token: list[int] = []
     for item in batch.scheduled:
         number = -1
@@ -109,7 +109,7 @@ def _by_product(
 
 
 def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -> int:
-    """Return the packed bytes of one product's updates."""
+    """Return the bytes of one product's updates after packing, including the padding of A to whole vectors."""
     found = [each for each in updates if each is not None]
     columns = sum(each.rank for each in found)
     down = (columns + -columns % LANES) * found[0].down.shape[1] if found else 0
@@ -117,7 +117,7 @@ def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -
 
 
 def _prepared(update: LowRankUpdate | None, settings: DecoderSettings, linear: str) -> LowRankUpdate | None:
-    """Return an update with outputs in the order of the C++ code, and an even rank: two bfloat16 make one unit."""
+    """Return an update with its outputs in the C++ code's order. An odd rank is padded: two bfloat16 make one unit."""
     if update is None:
         return None
     down, up = update.down, in_order(settings, linear, update.up)
@@ -126,7 +126,7 @@ def _prepared(update: LowRankUpdate | None, settings: DecoderSettings, linear: s
 
 
 def _in_lanes(columns: torch.Tensor) -> torch.Tensor:
-    """[columns, inputs] → [columns / LANES, units of inputs, LANES] units of 32 bits, padded with zeros."""
+    """Convert [columns, inputs] to [columns / LANES, units of inputs, LANES] in units of 32 bits, padded with zeros."""
     padded = torch.nn.functional.pad(columns, (0, 0, 0, -len(columns) % LANES)).contiguous()
     units = padded.view(torch.int32)
     return units.view(-1, LANES, units.shape[1]).transpose(1, 2).contiguous()

@@ -1,11 +1,10 @@
 // The matrix unit of Intel's CPUs (AMX): eight tiles of up to 16 rows of 64 bytes, multiplied in bfloat16 or int8.
 //
-// The units of vectors.h suit the instructions: a panel of weights, and a block's keys and values, already have the
-// layout of tiles. The matrix unit adds in an order of its own, so either all rows of a matrix use tiles or none do,
-// whatever their number.
+// Panels of weights, and a block's keys and values, already have the layout of tiles in units of vectors.h. The matrix
+// unit adds in its own order, so either all rows of a matrix use tiles or none do, regardless of their number.
 //
-// CAROUSEL_PLAIN_AMX is for machines without AMX: plain C++ computes the bits of the instructions. Its value stands for
-// the kernel's answer: 0, or the error number of a refusal.
+// With CAROUSEL_PLAIN_AMX, plain C++ reproduces the instructions bit by bit, to test on machines without AMX. Its value
+// replaces the kernel's answer: 0, or the error number of a refusal.
 #pragma once
 
 #include <cassert>
@@ -22,17 +21,17 @@
 namespace carousel {
 namespace amx {
 
-constexpr int ROWS = 16;   // at most, in a tile
-constexpr int UNITS = 16;  // at most, in a row of a tile
+constexpr int ROWS = 16;   // the most rows of a tile
+constexpr int UNITS = 16;  // the most units in a row of a tile
 constexpr int NOT_BUILT = -1;
 
-// The shapes of a thread's tiles, in the format of the CPU.
+// The shapes of a thread's tiles, in the format that the CPU loads.
 struct alignas(64) Shapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    // The size of a tile in rows and units. A tile with no rows is unused.
+    // Sets a tile's size in rows and units. A tile without rows is unused.
     void set(int tile, int num_rows, int num_units = UNITS) {
         rows[tile] = uint8_t(num_rows);
         row_bytes[tile] = uint16_t(num_rows ? num_units * sizeof(uint32_t) : 0);
@@ -51,7 +50,7 @@ inline int ask_kernel() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? 0 : errno;
 }
-// The compiler's intrinsics are not used: GCC's stringify tile numbers and do not declare the memory that a load reads.
+// The intrinsics are avoided: GCC's stringify tile numbers, and do not declare the memory that a load reads.
 inline void load_shapes(const Shapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
 inline void drop_shapes() { __asm__ volatile("tilerelease"); }
 
@@ -68,7 +67,7 @@ template <int TILE>
 inline void zero() {
     __asm__ volatile("tilezero %%tmm%c0" : : "i"(TILE));
 }
-// sums + left × right: [rows][columns], [rows][units] and [units][columns]. In int8, the right numbers are unsigned.
+// sums += left × right, [rows][columns], [rows][units] and [units][columns]. In int8, the right numbers are unsigned.
 template <typename T, int SUMS, int LEFT, int RIGHT>
 inline void dot() {
     if constexpr (std::is_same_v<T, bf16>)
@@ -94,7 +93,7 @@ inline thread_local Registers registers;
 inline void load_shapes(const Shapes& shapes) { registers.shapes = shapes; }
 inline void drop_shapes() { registers.shapes = Shapes(); }
 
-// The matrix unit treats denormal numbers as zeros, and produces none.
+// The matrix unit reads denormal numbers as zeros, and never produces one.
 inline Vector flushed(Vector x) {
     const Words bits = (Words)x;
     return (Vector)((bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits);
@@ -119,7 +118,7 @@ inline void store(void* to, int64_t stride) {
                     registers.shapes.row_bytes[TILE]);
 }
 inline Vector sum_units(Vector sums, const uint32_t* left, const uint32_t (*right)[UNITS], int num_units, bf16) {
-    Vector even = {}, odd = {};  // of each pair: products of two bfloat16 are exact
+    Vector even = {}, odd = {};  // sums of each unit's two products, which are exact for bfloat16
     for (int unit = 0; unit < num_units; ++unit) {
         const Words one = broadcast(left[unit]), other = load_units(right[unit]);
         even = flushed(even + flushed((Vector)(one << 16)) * flushed((Vector)(other << 16)));
@@ -148,7 +147,7 @@ inline void dot() {
 
 #endif
 
-// Returns 0 if tiles can be used; otherwise NOT_BUILT, or the kernel's error number. The kernel is asked only once,
+// Returns 0 if tiles can be used, else NOT_BUILT or the kernel's error number. Asks the kernel only once, so call it
 // before other threads start.
 inline int refusal() {
 #if defined(CAROUSEL_AMX) || defined(CAROUSEL_PLAIN_AMX)
@@ -159,22 +158,22 @@ inline int refusal() {
 #endif
 }
 
-// Whether products of rows with `num_numbers` numbers use tiles.
+// Returns whether products of rows of `num_numbers` numbers use tiles.
 template <typename T>
 inline bool fits(int64_t num_numbers) {
     return std::is_same_v<T, bf16> && num_numbers % (UNITS * PER_UNIT<bf16>) == 0 && refusal() == 0;
 }
 
-inline thread_local Shapes configured{0};  // palette 0: none
+inline thread_local Shapes configured{0};  // palette 0 means that no tiles are configured
 
-// Sets the shapes of this thread's tiles, if they differ.
+// Sets the shapes of this thread's tiles, unless they are already set.
 inline void configure(const Shapes& shapes) {
     if (std::memcmp(&configured, &shapes, sizeof(shapes)) == 0) return;
     configured = shapes;
     load_shapes(configured);
 }
 
-// Call at the end of a thread's work: tiles in use make thread switches slower, and other code sets its own shapes.
+// Call at the end of a thread's work: configured tiles slow down thread switches, and other code sets its own shapes.
 inline void release() {
     if (configured.palette == 0) return;
     configured.palette = 0;

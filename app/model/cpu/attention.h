@@ -1,19 +1,19 @@
-// Paged attention. Every KV byte of a sequence is read once per tile of query rows. In blocks that several decoding
-// sequences share, it is read once per tile of rows of all these sequences.
+// Paged attention. Every KV byte of a sequence is read once per tile of query rows. If several decoding sequences share
+// blocks, the rows of a tile come from all of them.
 //
-// The memory of one layer, in units of vectors.h, so that neither half needs a sum across lanes:
+// A layer's memory, in units of vectors.h, so that neither half needs a sum across lanes:
 //   keys    [num_blocks][heads_in_block][key_units][block_size]            a load is one unit of 16 tokens
 //   values  [num_blocks][heads_in_block][block_size / PER_UNIT][value_dim] a load is 16 dimensions of a unit of tokens
 //
 // In int8, 16 units are stored as the first numbers of all units, then the second, in PER_UNIT times 16 bytes. They are
-// converted to the model's type, which is exact: a few groups of tokens at a time, or a whole piece for all rows of a
-// prompt. Scores are multiplied by the scale of each key, weights by the scale of each value.
+// converted exactly to the model's type: a few groups of tokens at a time, or a whole piece for all rows of a prompt.
+// Scores are multiplied by each key's scale, and weights by each value's.
 //   scales  [num_blocks][scales_in_block][2][block_size] of keys, then of values
 //
-// Everything is summed in float32, and the order for a row depends only on this row: the other rows in a step or a tile
-// never change its bits. A row attends to the pieces of a sequence one after another, as in FlashAttention (Dao et al.,
-// arXiv 2205.14135). The borders of pieces do not depend on the number of threads, unlike those in Flash-Decoding (Dao
-// et al., 2023). The pieces are merged in the order of positions.
+// Everything is summed in float32, in an order that depends only on the row itself, so other rows in a step or a tile
+// never change its bits. A row attends to a sequence piece by piece, as in FlashAttention (Dao et al., arXiv
+// 2205.14135). Unlike in Flash-Decoding (Dao et al., 2023), the borders of pieces do not depend on the number of
+// threads. Pieces are merged in the order of positions.
 #pragma once
 
 #include <array>
@@ -29,29 +29,29 @@
 
 namespace carousel {
 
-// The query rows of a tile: tokens of one sequence × heads that share a KV head.
+// The most query rows of a tile, which are tokens of one sequence × heads that share a KV head.
 constexpr int MAX_ROWS = std::min(12, MOST_SUMS);
-// Tokens in a piece. Each piece starts with a wait for memory, so smaller pieces wait more often.
+// Tokens in a piece. Each piece starts by waiting for memory, so smaller pieces wait more often.
 #ifdef CAROUSEL_PIECE
 constexpr int64_t PIECE = CAROUSEL_PIECE;  // for tests
 #else
 constexpr int64_t PIECE = 2048;
 #endif
-// The number of vectors whose sums fit into registers for this many rows.
+// Returns how many vectors' sums fit into registers for this number of rows.
 constexpr int width_of(int rows) {
     return MOST_SUMS >= 24 ? (rows <= 4 ? 4 : 2) : (rows == 1 ? 4 : rows <= 3 ? 2 : 1);
 }
 
-// layouts.h and library.py must name the same fields. This holds for all structures that Python passes.
+// layouts.h and library.py must declare the same fields, as for all structures that Python passes.
 struct AttentionShape {
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
-    float scaling, softcap;  // softcap 0: none
-    int64_t sliding_window;  // 0: none
+    float scaling, softcap;  // softcap 0 for none
+    int64_t sliding_window;  // 0 for none
     const float* sinks;      // [num_heads] or null
-    // The distance between blocks of the layer's memory, in heads of this shape. Layers of this or another shape may
-    // share a block, which has the number of scales of the shape with the most heads.
+    // The distance between blocks in heads of this shape, and in heads with scales. Layers of several shapes may share
+    // a block, which then has as many scales as the shape with the most heads.
     int64_t heads_in_block, scales_in_block;
-    int64_t is_latent;  // the first `value_dim` numbers of a key are its value, and stored only once
+    int64_t is_latent;  // whether a key's first `value_dim` numbers are its value, stored only once
 };
 
 struct Strides {  // in elements; the innermost stride is 1
@@ -64,7 +64,7 @@ struct Segment {  // consecutive tokens of one sequence in the packed row
     int32_t table_offset;  // where the sequence's block ids start in `tables`
 };
 
-// Query, key, value or output of packed tokens. The innermost stride is 1.
+// The queries, keys, values or outputs of packed tokens. The innermost stride is 1.
 template <typename T>
 struct Heads {
     T* data;
@@ -78,7 +78,7 @@ inline Words units_of(const int8_t* from, bf16) {
     return (Words)load(from) >> 16 | (Words)load(from + LANES);  // the lower halves are zeros
 }
 inline Words units_of(const int8_t* from, float) { return (Words)load(from); }
-// Converts `num_rows` times LANES units, which are `stride` units apart; prefetches as many from `next` on.
+// Converts `num_rows` times LANES units, `stride` units apart. Prefetches as many from `next` on.
 template <typename T>
 void convert_group(const uint32_t* group, const uint32_t* next, int64_t stride, int64_t num_rows, Words* to) {
     const auto *from = reinterpret_cast<const int8_t*>(group), *later = reinterpret_cast<const int8_t*>(next);
@@ -88,12 +88,12 @@ void convert_group(const uint32_t* group, const uint32_t* next, int64_t stride, 
     }
 }
 
-// The KV memory of one layer.
+// A layer's KV memory.
 template <typename T>
 struct Pages {
     char *keys, *values;
-    float* scales;  // null: the type is not int8
-    int64_t heads_in_block, scales_in_block, latent_units, key_units;  // key_units: after the latent
+    float* scales;  // null unless the type is int8
+    int64_t heads_in_block, scales_in_block, latent_units, key_units;  // key_units without the latent's
     int64_t value_dim, block_size, unit_bytes;
 
     Pages(const AttentionShape& shape, void* keys, void* values, void* scales)
@@ -105,14 +105,14 @@ struct Pages {
 
     int64_t query_units() const { return latent_units + key_units; }
 
-    // The key units of LANES tokens from `slot` on, `block_size` apart.
+    // Returns the key units of LANES tokens from `slot` on, `block_size` apart.
     const char* key_group(int32_t block, int64_t slot, int64_t kv_head) const {
         return keys + ((block * heads_in_block + kv_head) * key_units * block_size + slot) * unit_bytes;
     }
     const char* value_row(int32_t block, int64_t slot, int64_t kv_head) const {
         return values + ((block * heads_in_block + kv_head) * block_size + slot) / PER_UNIT<T> * value_dim * unit_bytes;
     }
-    // The scales of the keys from `slot` on. The scales of the values are `block_size` further.
+    // Returns the keys' scales from `slot` on. The values' scales are `block_size` further on.
     float* scale_group(int32_t block, int64_t slot, int64_t kv_head) const {
         return scales + (block * scales_in_block + kv_head) * 2 * block_size + slot;
     }
@@ -144,7 +144,7 @@ struct Pages {
         });
     }
 
-    // Calls put(first, numbers) for each LANES numbers of a row. Returns their scale, a NaN if the row has a NaN.
+    // Calls put(first, numbers) for each LANES numbers of a row. Returns their scale, or a NaN if the row contains one.
     template <typename Put>
     static float round_to_int8(const T* from, int64_t size, Put&& put) {
         Magnitude magnitude;
@@ -156,7 +156,7 @@ struct Pages {
     }
 };
 
-// Computes the scores of ROWS query rows with GROUPS times LANES tokens. Prefetches the groups `ahead` of them.
+// Computes the scores of ROWS query rows and GROUPS × LANES tokens. Prefetches the groups `ahead` of them.
 template <typename T, int ROWS, int GROUPS>
 inline void score(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t ahead,
                   int64_t stride, float* scores, int64_t row_stride) {
@@ -170,7 +170,7 @@ inline void score(const uint32_t* query, int64_t key_units, const uint32_t* cons
         for (int group = 0; group < GROUPS; ++group) store(sums[row][group], scores + row * row_stride + group * LANES);
 }
 
-// Adds the weighted values of some groups, with `num_units` units of tokens each, to WIDTH vectors of each row's sums.
+// Adds the weighted values of some groups, of `num_units` units of tokens each, to WIDTH vectors of each row's sums.
 // `mask` zeroes the second token of an incomplete unit. Prefetches the groups `ahead` of them.
 template <typename T, int ROWS, int WIDTH>
 inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t* const* groups, int64_t num_groups,
@@ -197,13 +197,13 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
         for (int part = 0; part < WIDTH; ++part) store(totals[row][part], sums + row * value_dim + part * LANES);
 }
 
-// The scales of keys and values in int8, by a token's position in its sequence; null if they have the model's type.
+// The scales of keys and values in int8, by a token's position in its sequence; null for the model's type.
 struct Scales {
     const float *keys, *values;
 };
 
-// Turns the scores of one row, which attends to tokens [first, end) of [begin, padded), into weights relative to the
-// greatest score. Returns that score and the sum of weights. The weights include the values' scales.
+// Converts the scores of a row, which attends to tokens [first, end) of [begin, padded), to weights relative to the
+// greatest score. Returns that score and the sum of the weights. The stored weights include the values' scales.
 template <typename T>
 inline std::pair<float, float> softmax(float* scores, uint32_t* weights, int64_t begin, int64_t first, int64_t end,
                                        int64_t padded, const AttentionShape& shape, Scales scales) {
@@ -236,7 +236,7 @@ inline std::pair<float, float> softmax(float* scores, uint32_t* weights, int64_t
     return {most, sum_of(total)};
 }
 
-// For each row, the result over the tokens so far: the weighted sum of values, the greatest score, the sum of weights.
+// Each row's result over the tokens so far: the weighted sum of values, the greatest score, the sum of weights.
 struct Attended {
     float *values, *greatest, *weights;  // [rows][value_dim], [rows], [rows]
     int64_t value_dim;
@@ -255,10 +255,10 @@ struct Attended {
         return later;
     }
 
-    // Adds the next piece to the tokens that the rows have attended to.
+    // Merges the result over the next piece.
     void add(const Attended& piece, int64_t num_rows) const {
         for (int64_t row = 0; row < num_rows; ++row) {
-            if (piece.weights[row] == 0.0f) continue;  // the piece has none of the row's tokens
+            if (piece.weights[row] == 0.0f) continue;  // the row attends to none of the piece's tokens
             const float most = std::max(greatest[row], piece.greatest[row]);
             const Vector own = power_of_two(Vector{} + (greatest[row] - most));
             const Vector other = power_of_two(Vector{} + (piece.greatest[row] - most));
@@ -272,7 +272,7 @@ struct Attended {
     }
 };
 
-// Transposes the latents of LANES tokens from the layout of values to that of keys: [latent_units][LANES tokens].
+// Transposes the latents of LANES tokens from the layout of values to the layout of keys, [latent_units][LANES].
 inline void turn_latents(const uint32_t* values, int64_t latent_units, int64_t value_dim, Words* to, float) {
     auto* units = reinterpret_cast<uint32_t*>(to);
     for (int64_t first = 0; first < latent_units; first += LANES)
@@ -295,13 +295,12 @@ void turn_latents(const uint32_t* values, int64_t latent_units, int64_t value_di
     turn_latents(values, latent_units, value_dim, to, T{});
 }
 
-// The groups of LANES tokens that a thread reads in order, and the number of groups by which it prefetches ahead of
-// their use.
+// The groups of LANES tokens that a thread reads, in order, and how many groups ahead it prefetches.
 struct Walk {
     std::vector<const uint32_t*> keys, values;  // pointers to bytes in int8
     std::vector<const float*> scales;           // of keys and values in int8
     std::vector<Words> converted;
-    std::vector<bool> is_made;  // by group: whether the keys of latent attention are made
+    std::vector<bool> is_made;  // by group: whether the keys of latent attention have been joined
     int64_t num_made;           // groups of the piece
     int64_t keys_ahead, values_ahead, key_stride;  // the stride is in units
     bool is_int8;
@@ -316,7 +315,7 @@ struct Walk {
         is_int8 = pages.scales != nullptr;
     }
     int64_t size() const { return int64_t(keys.size()); }
-    // Adds tokens [begin, end) of one sequence; `begin` is a multiple of LANES.
+    // Adds tokens [begin, end) of a sequence. `begin` must be a multiple of LANES.
     template <typename T>
     void add(const Pages<T>& pages, const int32_t* table, int64_t kv_head, int64_t begin, int64_t end) {
         const int64_t before = size(), num_groups = (end - begin + LANES - 1) / LANES;
@@ -331,19 +330,19 @@ struct Walk {
                 if (pages.scales) scales.push_back(pages.scale_group(*table, slot, kv_head));
             }
     }
-    // While the first `num_shared` tokens are read, which are already in a cache, the own tokens of all sequences after
-    // them are prefetched.
+    // Ends the list. While the first `num_shared` tokens are read, which are already in a cache, the sequences' own
+    // tokens, which follow them, are prefetched.
     template <typename T>
     void end(int64_t num_shared) {
-        constexpr int64_t MOST_AHEAD = 16;  // groups; more per group of reading would leave the cache before their use
+        constexpr int64_t MOST_AHEAD = 16;  // groups; more would leave the cache before they are used
         const int64_t own_ahead = std::min(num_shared / LANES, MOST_AHEAD);
         keys_ahead = std::max<int64_t>(4, own_ahead);
         values_ahead = std::max<int64_t>(PER_UNIT<T>, own_ahead);
-        keys.resize(keys.size() + keys_ahead, keys.back());  // the last group needs groups ahead of it
+        keys.resize(keys.size() + keys_ahead, keys.back());  // so that the last group has groups ahead
         values.resize(values.size() + values_ahead, values.back());
     }
-    // Joins the parts of some groups' keys, which are stored apart: the latents as values, and the rest of the keys.
-    // The keys of a piece are made before the piece is read, in the memory of the previous piece.
+    // Joins the two parts of some groups' keys: the latents, which are stored as values, and the rest. A piece's keys
+    // are joined before it is read, in the memory of the previous piece's.
     template <typename T>
     void make_keys(const Pages<T>& pages, int64_t first, int64_t end) {
         for (int64_t group = first; group < end; ++group) {
@@ -356,7 +355,7 @@ struct Walk {
             keys[group] = reinterpret_cast<const uint32_t*>(to);
         }
     }
-    // Call before the groups of a piece. most: the most groups in a piece.
+    // Call before a piece's groups are joined. most: the most groups in a piece.
     template <typename T>
     void begin_keys(const Pages<T>& pages, int64_t most) {
         num_made = 0;
@@ -364,7 +363,7 @@ struct Walk {
         is_made.resize(keys.size(), false);
         converted.resize(most * pages.query_units());
     }
-    // Converts groups [first, end) of one piece from int8. Only converted groups may be read afterwards.
+    // Converts groups [first, end) of a piece from int8. Afterwards, only converted groups may be read.
     template <typename T>
     void convert(const Pages<T>& pages, int64_t first, int64_t end) {
         const int64_t key_rows = pages.key_units, value_rows = pages.value_dim / PER_UNIT<T>;
@@ -384,14 +383,14 @@ struct Walk {
     }
 };
 
-struct Scratch {  // of one thread, reused in later calls
+struct Scratch {  // a thread's buffers, reused in later calls
     std::vector<uint32_t> query, weights;
     std::vector<Words> converted;  // whole cache lines
     std::vector<float> scores, attended, piece, key_scales, value_scales;
 };
 
-// Calls body(groups, first, count) with some groups at a time, converted from int8: as many as fit in the L1 cache.
-// Each group has `num_rows` times LANES units, which are `stride` units apart in the source.
+// Calls body(groups, first, count) with as many groups at a time, converted from int8, as fit in the L1 cache. A group
+// consists of `num_rows` times LANES units, which are `stride` units apart in the source.
 template <typename T, typename Body>
 void each_converted(const uint32_t* const* groups, int64_t num_groups, int64_t ahead, int64_t stride, int64_t num_rows,
                     Scratch& scratch, Body&& body) {
@@ -424,7 +423,7 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
                   int64_t ahead, int64_t value_dim, float* sums) {
     constexpr int WIDTH = width_of(ROWS);
     constexpr int64_t UNITS = LANES / PER_UNIT<T>;
-    constexpr int64_t GROUPS = 8;  // their values stay in the L1 cache for all dimensions
+    constexpr int64_t GROUPS = 8;  // groups whose values stay in the L1 cache for all dimensions
     const auto add = [&](int64_t num_groups, int64_t skipped, int64_t num_units, uint32_t mask) {
         const uint32_t* from = weights + FACTOR_WORDS<T> * skipped;
         int64_t dim = 0;
@@ -446,7 +445,7 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
     if (num_tokens % PER_UNIT<T>) add(1, num_tokens / PER_UNIT<T>, 1, 0xffffu);
 }
 
-// In the matrix unit, tiles 0 to 3 hold sums, 4 queries, 5 weights, 6 keys, 7 values.
+// In the matrix unit, tiles 0 to 3 hold sums, tile 4 queries, 5 weights, 6 keys and 7 values.
 inline void configure_amx(int rows) {
     amx::Shapes shapes;
     for (int tile = 0; tile < 5; ++tile) shapes.set(tile, rows);
@@ -456,7 +455,7 @@ inline void configure_amx(int rows) {
     amx::configure(shapes);
 }
 
-// Like `score`, for the number of rows in the tiles' configuration; one group for each PART.
+// Like `score`, for as many rows as the tiles are configured for, with a group for each PART.
 template <int... PART>
 inline void score_in_amx(std::integer_sequence<int, PART...>, const uint32_t* query, int64_t key_units,
                          const uint32_t* const* groups, int64_t ahead, int64_t stride, float* scores,
@@ -483,7 +482,7 @@ void score_groups_in_amx(const uint32_t* query, int64_t key_units, const uint32_
         score_in_amx(std::make_integer_sequence<int, 1>(), query, key_units, groups, ahead, stride, scores, row_stride);
 }
 
-// Like `weigh`, for LANES dimensions per PART. The last group may have fewer tokens; the memory after them counts as
+// Like `weigh`, for LANES dimensions per PART. If the last group has fewer tokens, the memory after them is read as
 // zeros.
 template <int... PART>
 inline void weigh_in_amx(std::integer_sequence<int, PART...>, const uint32_t* weights, int64_t weight_stride,
@@ -544,7 +543,7 @@ constexpr Tile AMX_TILES[amx::ROWS + 1] = {
 };
 #undef TILE
 
-// The code that computes several query rows together.
+// The functions that compute several query rows together.
 struct Rows {
     const Tile* tiles;  // indexed by the number of rows
     int64_t most;
@@ -555,11 +554,11 @@ Rows rows_together(const AttentionShape& shape) {
     return amx::fits<T>(shape.key_dim) ? Rows{AMX_TILES, amx::ROWS} : Rows{TILES<T>.data(), MAX_ROWS};
 }
 
-// Query rows of one sequence and one KV head that are computed together: each of some tokens with each of some heads.
+// Query rows of a sequence and a KV head that are computed together: some tokens × some heads.
 struct Part {
-    int64_t group;                              // of the walk, at which its own tokens start
+    int64_t group;                              // where its own tokens start in the walk
     int64_t begin;                              // the first of its own tokens
-    int64_t first_token, num_tokens, position;  // in the packed row; position of the first token
+    int64_t first_token, num_tokens, position;  // the first token's index in the packed row, and its position
     int64_t first_head, num_heads;
 
     int64_t num_rows() const { return num_tokens * num_heads; }
@@ -569,7 +568,7 @@ struct Part {
     int64_t head(int64_t row) const { return first_head + row % num_heads; }
 };
 
-// Tokens [begin, end) of a sequence; `begin` is a multiple of LANES.
+// Tokens [begin, end) of a sequence. `begin` must be a multiple of LANES.
 struct Stretch {
     int64_t begin, end;
 
@@ -578,13 +577,13 @@ struct Stretch {
     int64_t num_groups() const { return (padded() - begin) / LANES; }
 };
 
-// The part of a piece in the blocks that several sequences share, and the part after these blocks.
+// Return the part of a piece in the blocks that several sequences share, and the part after them.
 inline Stretch shared_of(Stretch piece, int64_t num_shared) { return {piece.begin, std::min(piece.end, num_shared)}; }
 inline Stretch own_of(Stretch piece, const Part& part) {
     return {std::max(piece.begin, part.begin), std::min(piece.end, part.length())};
 }
 
-// Collects scales by position in the piece. They are 0 after the last token, where memory may hold anything.
+// Collects scales by position in the piece. After the last token, where memory may contain anything, they are 0.
 inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num_shared, int64_t shared_group,
                                  Stretch piece, int64_t block_size, Scratch& scratch) {
     scratch.key_scales.resize(PIECE);
@@ -603,9 +602,9 @@ inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num
     return {keys, values};
 }
 
-// Computes the attention of all rows of some parts in one piece: over the first `num_shared` tokens of the walk, read
-// once for all rows that are computed together, and over each part's own tokens. The walk starts with the shared tokens
-// from `walk_begin` on.
+// Computes the attention of some parts' rows in one piece: over the first `num_shared` tokens of the walk, which are
+// read once for all rows that are computed together, and over each part's own tokens. The walk starts with the shared
+// tokens from `walk_begin` on.
 template <typename T>
 void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>& pages, Walk& walk,
                   const Part* parts, int64_t num_parts, int64_t num_shared, int64_t walk_begin, Stretch piece,
@@ -622,7 +621,7 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
         for (int64_t row = 0; !shared.is_empty() && row < num_rows; row += rows.most)
             body(rows.tiles[std::min(rows.most, num_rows - row)], row);
     };
-    // A row length of a power of two would map all rows to the same few lines of a core's cache.
+    // With rows of a power of two in length, all rows would compete for the same few lines of a core's cache.
     constexpr int64_t STRIDE = PIECE + 2 * LANES, WEIGHT_STRIDE = words_of<T>(STRIDE);
     const int64_t query_words = words_of<T>(shape.key_dim);
     scratch.query.resize(num_rows * query_words);
@@ -700,28 +699,28 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
     each_own(weigh);
 }
 
-// Segments of a step that are computed together: one, or several of one token each that start with the same blocks.
+// Segments that are computed together: a single one, or several of one token each that start with the same blocks.
 struct Group {
     int32_t first, count;  // in the order of `Groups`
-    int32_t num_shared;    // tokens in the blocks with which all of them start
+    int32_t num_shared;    // tokens in the blocks that all of them start with
 };
 
-// The work of one thread on a group for one KV head.
+// What a thread computes at once of a group, for one KV head.
 struct Share {
     int32_t group;
-    int32_t piece;   // the piece, if the group's pieces are computed apart; -1: all pieces
+    int32_t piece;   // the piece, if the group's pieces are computed separately, or -1 for all
     int64_t memory;  // where the result is stored until it is merged
 };
 
-// All segments of a step, in groups.
+// A step's segments in groups, and the shares of work on them.
 class Groups {
   public:
-    // most_rows: the most rows that are computed together.
+    // most_rows: the most query rows that are computed together.
     void find(const Segment* segments, int64_t num_segments, const int32_t* tables, const AttentionShape& shape,
               int64_t most_rows, int64_t num_threads) {
         order_.assign(segments, segments + num_segments);
         groups_.clear();
-        // Segments of several tokens come first, because they take the most time.
+        // Segments of several tokens are first, because they take the most time.
         const auto single = std::stable_partition(order_.begin(), order_.end(),
                                                   [](const Segment& segment) { return segment.num_tokens > 1; });
         std::sort(single, order_.end(), [&](const Segment& left, const Segment& right) {
@@ -738,7 +737,7 @@ class Groups {
 
     const Group& operator[](int64_t at) const { return groups_[at]; }
     const std::vector<Share>& shares() const { return shares_; }
-    // The first shares of groups whose pieces are computed apart.
+    // The first share of each group whose pieces are computed separately.
     const std::vector<Share>& split() const { return split_; }
     int64_t num_rows(const Group& group, const AttentionShape& shape) const {
         return group.count * segments(group)->num_tokens * (shape.num_heads / shape.num_kv_heads);
@@ -746,13 +745,13 @@ class Groups {
     int64_t attended_size(const Group& group, const AttentionShape& shape) const {
         return Attended::size(num_rows(group, shape), shape.value_dim);
     }
-    // The result of a share's rows for one KV head.
+    // Returns the memory for the result of a share's rows for one KV head.
     Attended attended(const Share& share, int64_t kv_head, const AttentionShape& shape) {
         const Group& group = groups_[share.group];
         const int64_t before = share.memory * shape.num_kv_heads + kv_head * attended_size(group, shape);
         return {memory_.data() + before, num_rows(group, shape), shape.value_dim};
     }
-    // The tokens of a share, which start at the border of a piece.
+    // Returns the tokens of a share, which start at the border of a piece.
     Stretch pieces(const Share& share) const {
         const Group& group = groups_[share.group];
         if (share.piece >= 0) return {share.piece * PIECE, (share.piece + 1) * PIECE};
@@ -767,12 +766,12 @@ class Groups {
     const Segment* segments(const Group& group) const { return order_.data() + group.first; }
 
   private:
-    static constexpr int64_t TASKS = 6;  // least tasks per thread, so that all threads end at nearly the same time
+    static constexpr int64_t TASKS = 6;  // the least tasks per thread, so that all threads end at nearly the same time
 
-    // The pieces of a long group of decoding sequences are computed apart if threads would otherwise wait for a thread
-    // that has a whole KV head of the group.
+    // Divides the work. The pieces of a long group of decoding sequences are computed separately if threads would
+    // otherwise wait for one that computes a whole KV head of the group.
     void find_shares(const AttentionShape& shape, int64_t num_threads) {
-        constexpr int64_t TOKENS = 4;  // tokens of a prompt take as long as one decoding token that waits for memory
+        constexpr int64_t TOKENS = 4;  // tokens of a prompt take as long as a decoding token that waits for memory
         shares_.clear();
         split_.clear();
         const auto num_tokens = [&](const Group& group) { return int64_t(segments(group)->num_tokens); };
@@ -794,14 +793,14 @@ class Groups {
         memory_.resize(size * shape.num_kv_heads);
     }
 
-    // As many sequences as fill a tile, at least two; fewer if threads would be idle.
+    // Returns how many sequences fill a tile, at least two, or fewer if threads would be idle.
     static int64_t most_together(const AttentionShape& shape, int64_t most_rows, int64_t num_sequences,
                                  int64_t num_threads) {
         const int64_t fitting = std::max<int64_t>(2, most_rows * shape.num_kv_heads / shape.num_heads);
         return std::min(fitting, num_sequences * shape.num_kv_heads / (TASKS * num_threads));
     }
 
-    // As many neighbouring segments as save the most reads for each of them.
+    // Returns the group from `first` on whose number of segments saves the most reads for each of them.
     Group group_from(int32_t first, int64_t most, const int32_t* tables, int64_t block_size) const {
         const int64_t end = std::min<int64_t>(first + most, order_.size());
         int64_t count = 1, num_shared = 0, common = order_[first].start / block_size;
@@ -825,8 +824,8 @@ class Groups {
     std::vector<float> memory_;
 };
 
-// Writes the output of some rows of one KV head: all of its query heads for one token after another. A sink takes part
-// of the weights and has no value.
+// Writes the output of some rows of a KV head, token by token, with all of its query heads. A sink takes a share of the
+// weights without adding a value.
 template <typename T, typename TokenOf>
 void put_output(const AttentionShape& shape, int64_t kv_head, int64_t num_rows, TokenOf&& token_of, const Attended& attended,
                 Heads<T> output) {
@@ -846,7 +845,7 @@ void put_output(const AttentionShape& shape, int64_t kv_head, int64_t num_rows, 
     }
 }
 
-// Computes a share of a group for the query heads of one KV head: its output, or its result in one piece.
+// Computes a share for the query heads of one KV head: the output, or the result over one piece.
 template <typename T>
 void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, const Share& share, const int32_t* tables,
             int64_t kv_head, Heads<const T> query, Heads<T> output) {
@@ -861,10 +860,10 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     const Rows rows = rows_together<T>(shape);
     const int64_t most_heads = std::min(heads_per_kv, rows.most);  // of one part
     const int64_t most_tokens = std::max<int64_t>(1, rows.most / heads_per_kv);
-    // A window that excludes the first token of one segment may exclude more tokens of the next segment.
+    // A window that excludes the first token of a segment may exclude more tokens of the next segment.
     const bool is_cut = std::any_of(first, end, [&](const Segment& own) { return window && own.start >= window; });
     const int64_t num_shared = is_cut ? 0 : group.num_shared;
-    const auto begin = [&](int64_t position) {  // the first of the own tokens that a row at `position` attends to
+    const auto begin = [&](int64_t position) {  // the first own token to which a row at `position` attends
         return num_shared ? num_shared : window ? std::max<int64_t>(0, position + 1 - window) / LANES * LANES : 0;
     };
     Stretch pieces = groups.pieces(share);
@@ -913,7 +912,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     const Attended further(scratch.piece.data(), num_rows, shape.value_dim);
     const int64_t together = first->num_tokens == 1 ? num_parts : 1;
     const int64_t num_groups = walk.size() - walk.keys_ahead;
-    constexpr int64_t LEAST_PARTS = 4;  // parts that use converted groups, which do not fit in the L1 cache
+    constexpr int64_t LEAST_PARTS = 4;  // with fewer, converting in advance does not pay: groups leave the L1 cache
     const bool converts = walk.is_int8 && together == 1 && num_parts >= LEAST_PARTS;
     for (int64_t piece = pieces.begin; piece < pieces.end; piece += PIECE) {
         begin_keys();
@@ -935,7 +934,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
                attended, output);
 }
 
-// Computes the attention of a whole step with all threads of a pool, inside its `run`. Keys and values must be stored.
+// Computes the attention of a whole step, in the `run` of a thread pool. Keys and values must have been stored.
 template <typename T>
 void attend_in(ThreadPool& threads, const AttentionShape& shape, const Pages<T>& pages, Groups& groups,
                const int32_t* tables, Heads<const T> query, Heads<T> output) {

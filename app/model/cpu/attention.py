@@ -1,6 +1,6 @@
-"""Paged attention for CPUs in C++, for models that run on transformers' code.
+"""Paged attention for CPUs in C++, for models that run in transformers' code.
 
-`TorchAttention` replaces it if there is no compiler or a model's shape does not fit.
+`TorchAttention` takes over if there is no compiler, or if the C++ code does not support a model's shapes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, l
 from app.model.inputs import ModelInputs, Segments, build_segments
 from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 
-MAX_SEGMENT_TOKENS = 32  # tokens of one sequence in one piece of work
+MAX_SEGMENT_TOKENS = 32  # the most tokens of one sequence that one thread processes at once
 
 
 class NativeAttention:
-    """KV memory in the kernel's own layout, together with the kernel."""
+    """The C++ kernel, together with KV memory in the layout that it reads."""
 
     def __init__(self, pages: NativeKVCache, threads: ThreadPool, groups: LayerGroups = ONE_GROUP) -> None:
         self.groups = groups
         self.block_size = pages.block_size
         self.kv_tensors = pages.tensors
         self.pages = pages
-        self.memories: dict[int, LayerMemory] = {}  # by layer, added in the layer's first step
+        self.memories: dict[int, LayerMemory] = {}  # by layer; filled when a layer is first called
         self.function = getattr(threads.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.threads = threads
         if pages.dtype is torch.bfloat16:
@@ -43,7 +43,7 @@ class NativeAttention:
 
 class _NativeStep:
     def __init__(self, attention: NativeAttention, slots: Sequence[torch.Tensor], segments: Segments) -> None:
-        """slots: by group of layers."""
+        """slots: the slots of the new tokens, one tensor for each group of layers."""
         self._attention = attention
         self._slots = slots
         self._segments = segments

@@ -1,6 +1,6 @@
-"""A model's safetensors files, mapped into memory, and transformers' model computed from them layer by layer.
+"""Maps a model's safetensors files into memory, and runs transformers' model from them layer by layer.
 
-A weight is a view of its file. Its pages are in memory once, no matter how often they are read, and only while in use.
+A weight is a view of its mapped file: processes share its pages, which occupy memory only while they are in use.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multipl
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Parts of names: in Mixtral's files, and in other mixtures of transformers.
+# Parts of weight names in Mixtral's files, and their equivalents in other mixtures of experts in transformers.
 _MIXTRAL_NAMES = (
     (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
 )  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PIECE = 2**22  # numbers that are converted at once
+_PIECE = 2**22  # the most numbers converted at once
 
-Part = Callable[[torch.Tensor], torch.Tensor]  # returns a view of some of a weight's numbers
+Part = Callable[[torch.Tensor], torch.Tensor]  # returns a view of a part of a weight
 
 
 class Checkpoint:
-    """The weights in a model's files. Each weight is read on request."""
+    """Reads weights from a model's files by name, one at a time."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class Checkpoint:
         dtype: torch.dtype,
         quantised: Quantised | None = None,
     ) -> None:
-        """dtype: the type of the returned weights; weights stored in this type are not copied.
-        quantised: config.json's description of the weights, which are then returned multiplied out.
+        """dtype: the type of the returned weights. Weights stored in this type are returned as views, without a copy.
+        quantised: how the weights are quantised, according to config.json. They are returned dequantised.
 
         Raises OSError if a file cannot be read.
         """
         self._location = location
         self._dtype = dtype
         self._quantised = quantised
-        self._files: dict[str, tuple[Any, str]] = {}  # by weight name: its file, and its name in the file
+        self._files: dict[str, tuple[Any, str]] = {}  # weight name → (file, name in the file)
         self._used: list[torch.Tensor] = []
-        self._converted: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()  # by their names in the files
+        self._converted: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()  # by name in the files
         for path in sorted(location.glob("model*.safetensors")):
             try:
                 file: Any = safe_open(path, framework="pt")
@@ -65,7 +65,7 @@ class Checkpoint:
             self._files |= {renamed(key): (file, key) for key in [*file.keys()]}
 
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
-        """Return a weight or a part of it; None if the files lack it, unless it is a head tied to the embedding.
+        """Return a weight or a part of it, or None if the files lack it. A tied head is read from the embedding.
 
         Raises UnsupportedModel if the tensors of a packed weight do not fit each other.
         """
@@ -82,7 +82,7 @@ class Checkpoint:
             self._used.append(mapped)
             return part(mapped).to(self._dtype)
         if (scales := self._scales(name)) is not None and mapped.dtype is not self._dtype:
-            assert self._quantised is not None, "only then there are scales"
+            assert self._quantised is not None, "only quantised weights have scales"
             multiplied = multiplied_out(mapped, scales, self._quantised.block, self._dtype)
             advise(mapped, mmap.MADV_DONTNEED)
             return multiplied
@@ -91,37 +91,37 @@ class Checkpoint:
             return mapped
         own_name = self.own_name(name)
         converted = self._converted.get(own_name)
-        if converted is None:  # otherwise it is a tied head, while the embedding exists
+        if converted is None:  # a tied head reuses the embedding's copy while that exists
             converted = self._converted[own_name] = _converted(mapped, self._dtype)
         return converted
 
     def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
-        """Return a weight for the C++ decoder, which multiplies some quantised matrices in the files' own types."""
+        """Return a weight for packing. Subclasses may return a matrix in a file type that the C++ decoder supports."""
         return self(name)
 
     def size_to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
-        """Return the same as `to_pack` on the meta device."""
+        """Return the result of `to_pack` on the meta device, without reading the weight."""
         shape = self.shape(name)
         return None if shape is None else torch.empty(shape, dtype=self._dtype, device="meta")
 
     @property
     def has_stored(self) -> bool:
-        """Whether `to_pack` returns matrices in the files' own types."""
+        """Whether `to_pack` returns any `StoredMatrix`."""
         return False
 
     def own_name(self, name: str) -> str:
-        """Return the name in the files: a tied head has the name of the embedding."""
+        """Return the name that the files use for a weight. A tied head is found under the embedding's name."""
         return EMBEDDING if name == HEAD and name not in self._files else name
 
     def shape(self, name: str) -> torch.Size | None:
-        """Return the shape of a weight."""
+        """Return a weight's shape, or None if the files lack it."""
         found = self._packed(name) or self._mapped(name)
         return None if found is None else found.shape
 
     def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return a whole 8-bit weight as stored in its file, and a scale for each of its rows, [num_rows, 1] float32.
+        """Return a whole 8-bit weight as stored in its file, and one scale per row, [num_rows, 1] float32.
 
-        Returns None if the weight is not quantised in this type, or if one of its rows has several scales.
+        Returns None if the weight is not quantised in this type, or if a row has several scales.
         """
         numbers, scales = self._mapped(name), self._scales(name)
         if numbers is None or numbers.dtype is not dtype or scales is None or self._quantised is None:
@@ -133,15 +133,15 @@ class Checkpoint:
         return numbers, of_rows
 
     def release(self) -> None:
-        """Free the memory of all weights read so far. A weight that is used again is read from its file again."""
+        """Free the pages of all weights read so far. Using such a weight again reads its file again."""
         for weight in self._used:
             advise(weight, mmap.MADV_DONTNEED)
         self._used.clear()
 
     def has_weights_of(self, module: PreTrainedModel) -> bool:
-        """Return whether the files have every weight of a module, with its name and shape.
+        """Return whether the files contain every weight of a module by name and shape, in a supported type.
 
-        Raises UnsupportedModel, with the numbers, if a packed weight does not fit.
+        Raises UnsupportedModel if the tensors of a packed weight do not fit each other or the module.
         """
         is_tied = bool(module.config.tie_word_embeddings)
         for name, weight in by_expert(module.state_dict()).items():
@@ -157,7 +157,7 @@ class Checkpoint:
         return True
 
     def _packed(self, name: str, expected: torch.Size | None = None) -> PackedWeight | None:
-        """Return a weight that the files store packed; None for other weights. expected: its shape in the model."""
+        """Return a weight that the files store packed, or None for other weights. expected: its shape in the model."""
         packing = None if self._quantised is None else self._quantised.packing
         if packing is None:
             return None
@@ -173,16 +173,16 @@ class Checkpoint:
         return found
 
     def _can_multiply(self, name: str, weight: torch.Tensor) -> bool:
-        # With these tensors, a weight is more than its numbers times its scales.
+        # A weight with one of these tensors is not simply its numbers times its scales.
         if self._quantised is None or any(f"{name}_{other}" in self._files for other in ("zero_point", "g_idx")):
             return False
         return can_be_multiplied(weight, self._scales(name), self._quantised.block)
 
     def _scales(self, name: str) -> torch.Tensor | None:
-        """Return the scales of a weight, if it is quantised."""
+        """Return a weight's scales, or None if it is not quantised."""
         if self._quantised is None or not self._quantised.has_scales:
             return None
-        # The first name is DeepSeek's, for the scale itself and not its inverse; the second is compressed-tensors'.
+        # The first name is DeepSeek's, whose tensor is the scale despite its name; the second is compressed-tensors'.
         names = (f"{name}_scale_inv", f"{name}_scale")
         return next((found for each in names if (found := self._mapped(each)) is not None), None)
 
@@ -196,7 +196,7 @@ class Checkpoint:
 
 
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a converted copy of a mapped weight. Frees the pages of the mapped weight piece by piece."""
+    """Return a converted copy of a mapped weight. Frees the mapped pages piece by piece, to keep the peak low."""
     converted = torch.empty_like(weight, dtype=dtype)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
@@ -205,7 +205,7 @@ def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def renamed(key: str) -> str:
-    """Translate the name of a weight in a file to its name in transformers."""
+    """Translate a weight's name in a file to its name in transformers."""
     if _MIXTRAL_NAMES[0][0] in key:
         for mixtrals, name in _MIXTRAL_NAMES:
             key = key.replace(mixtrals, name)
@@ -213,7 +213,7 @@ def renamed(key: str) -> str:
 
 
 class MappedModel:
-    """A Llama-like model of transformers on the meta device, and the files with its weights."""
+    """A Llama-like transformers model on the meta device, which reads its weights from files when they are needed."""
 
     def __init__(
         self,
@@ -223,8 +223,8 @@ class MappedModel:
         *,
         rank: int | None = None,
     ) -> None:
-        """device: the device that weights are copied to on request; None leaves them as views of the files.
-        rank: the rank whose part the module is, if it has been divided. Only that part is read.
+        """device: the device to which requested weights are copied; None returns views of the files.
+        rank: if the module has been split, the rank that it belongs to. Only this rank's part of a weight is read.
         """
         self.module = module
         self.checkpoint = checkpoint
@@ -233,14 +233,14 @@ class MappedModel:
         self._shapes = {_in_files(name): weight for name, weight in module.state_dict().items()}
 
     def __call__(self, name: str) -> torch.Tensor | None:
-        """Return a weight by its name in the files. All experts of a layer share one name, as in the model."""
+        """Return a weight by its name in the files. A layer's experts are joined under one name, as in the model."""
         if name not in self._shapes:
             return None
         found = self._read(name, self._shapes[name])
         return self._placed(self._of_experts(name) if found is None else found)
 
     def _read(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a weight, or a rank's part of it in each dimension in which the file has more numbers than `like`."""
+        """Return a weight, or the rank's part of it, cut in each dimension where the file's weight exceeds `like`."""
         rank = self.rank
         if rank is None:
             return self.checkpoint(name)
@@ -253,19 +253,19 @@ class MappedModel:
         return self.checkpoint(name, part)
 
     def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Like `Checkpoint.in_rows`, on the device."""
+        """Return the result of `Checkpoint.in_rows` on the device."""
         found = self.checkpoint.in_rows(name, dtype)
         return None if found is None else (self._placed(found[0]), self._placed(found[1]))
 
     def compute_from_files(self) -> None:
-        """Give each part of the model its weights only while that part computes."""
+        """Make each part of the model read its weights before its forward pass and drop them afterwards."""
         self._add_positions()
         for name, part in self._parts():
             part.register_forward_pre_hook(partial(self._fill, name))
             part.register_forward_hook(self._empty)
 
     def load(self) -> None:
-        """Give the model its weights. The host's memory holds one layer's weights at a time."""
+        """Load the model's weights. Host memory holds one layer's weights at a time."""
         self._add_positions()
         for name, part in self._parts():
             if part is self.module.lm_head and self.module.config.tie_word_embeddings and self.rank is None:
@@ -280,7 +280,7 @@ class MappedModel:
             self.module.model.rotary_emb.to(self._device)
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
-        """Return all parts that have weights, with their names, one layer at a time."""
+        """Return the names and modules of all parts with weights. Each decoder layer is one part."""
         names, base = {part: name for name, part in self.module.named_modules()}, self.module.model
         children = dict(base.named_children())
         norm = described_as(self.module).names.final_norm
@@ -294,7 +294,7 @@ class MappedModel:
         part.load_state_dict(weights, assign=True)
         if (
             scale := getattr(part, "scalar_embed_scale", None)
-        ) is not None:  # in Gemma, a scale that is no weight and is not in the files
+        ) is not None:  # Gemma's embedding scale, which is not in the files
             part.embed_scale = torch.tensor(scale, device=self._device)
 
     def _empty(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
@@ -310,14 +310,14 @@ class MappedModel:
         return joined
 
     def _placed(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._device is None else weight.to(self._device, copy=True)  # not the file's pages
+        return weight if self._device is None else weight.to(self._device, copy=True)  # free of the file
 
 
 def _in_files(name: str) -> str:
-    """Return a weight's name in the files. Modules that join the results of ranks contain another linear layer."""
+    """Return a weight's name in the files, without the `linear` of modules that wrap one to join ranks' results."""
     return name.replace(".linear.", ".")
 
 
 def add_positions(module: PreTrainedModel) -> None:
-    """Compute the numbers of rotary positions, which are no weights, from the configuration."""
+    """Compute the rotary embedding's tensors, which are in no file, from the model's configuration."""
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)

@@ -1,7 +1,7 @@
-// All layers of a Llama-like decoder in one call.
+// Runs all layers of a Llama-like decoder in one call.
 //
-// Numbers are rounded where transformers rounds them. So bfloat16 gives the same tokens as transformers' forward pass,
-// except for differences from the order of summation.
+// Numbers are rounded where transformers rounds them, so that bfloat16 yields the tokens of transformers' forward pass,
+// except for differences that the order of summation causes.
 #pragma once
 
 #include "adapters.h"
@@ -14,33 +14,33 @@
 
 namespace carousel {
 
-// How a layer uses earlier tokens; in the order of `MIXERS` in decoder.py.
+// How a layer mixes tokens, in the order of `MIXERS` in decoder.py.
 enum Mixer : int64_t { ATTENTION, SHORT_CONVOLUTION, GATED_DELTA_RULE };
 constexpr int NUM_MIXERS = 3;
 
-// The inputs of a token for each layer, in addition to the residual: from a table, and projected from its embedding.
+// Each layer's inputs in addition to the residual, which are a row of a table plus a projection of the embedding.
 struct PerLayerShape {
-    int64_t size, total_size;    // of one layer, and of all layers of the model; 0: no such inputs
+    int64_t size, total_size;    // for one layer and for all layers; 0 without such inputs
     const void* embedding;       // the model's type, [vocab_size][total_size]; packed if weights are quantised
-    const uint32_t* projection;  // from a token's embedding
-    const float* norm;           // [size], of the projected inputs
+    const uint32_t* projection;  // applied to a token's embedding
+    const float* norm;           // [size], applied to the projected inputs
     float embedding_scale, projection_scale, sum_scale;
 };
 
 struct DecoderShape {
     int64_t hidden_size, num_heads, vocab_size, block_size, num_layers;
-    // Bits of the layers' matrices. 0: these and the head have the model's type. IN_GROUPS, IN_BLOCKS or both: all
-    // matrices are stored ones, and this is how their inputs are rounded.
+    // Bits of the layers' matrices, or 0 if these and the head have the model's type. With IN_GROUPS, IN_BLOCKS or
+    // both, all matrices are stored ones, whose inputs are rounded in these ways.
     int64_t weight_bits;
-    int64_t num_groups;           // groups of layers, each with its own blocks
-    int64_t gates_attention;      // extra outputs of the query projection gate the output of attention
-    int64_t norms_all_heads;      // one norm for all heads' queries, and one for all heads' keys
-    int64_t norms_values;         // of each head, by a norm without weights
-    int64_t rounds_in_norms;      // normed numbers are rounded before they are multiplied by the weight
+    int64_t num_groups;           // groups of layers, which use different blocks
+    int64_t gates_attention;      // extra outputs of the query projection gate attention's output
+    int64_t norms_all_heads;      // the queries of all heads are normalised together, and the keys
+    int64_t norms_values;         // each head's values are normalised, without weights
+    int64_t rounds_in_norms;      // normalised numbers are rounded before the weight is applied
     int64_t rounds_rotary;        // products with cosines and sines are rounded
-    int64_t has_gelu;             // in its tanh form, instead of SiLU
+    int64_t has_gelu;             // GELU in its tanh form, instead of SiLU
     float epsilon, scaling;
-    float softcap, logits_softcap;  // 0: none
+    float softcap, logits_softcap;  // 0 for none
     float embedding_scale;
     PerLayerShape per_layer;
     ExpertsShape experts;
@@ -49,40 +49,40 @@ struct DecoderShape {
 };
 
 struct MlpWeights {
-    const uint32_t* gate_up;  // LANES outputs of gate and LANES outputs of up, in turn
+    const uint32_t* gate_up;  // alternates LANES outputs of gate and LANES of up
     const uint32_t* down;
 };
 
-// Norms and biases are float32, and matrices are packed. Null: the layer has no such weight.
+// Norms and biases are float32, and matrices are packed. Weights that the layer lacks are null.
 struct LayerWeights {
     int64_t mixer, intermediate_size;
     const float *mixer_input_norm, *mixer_output_norm, *feed_forward_input_norm, *feed_forward_output_norm;
-    // Of the mixer's inputs. The outputs are, in attention: queries, gates, keys, values; in the short convolution: the
-    // factor of its inputs, the factor of its outputs, inputs; in the delta rule: queries, keys, values, gates.
+    // The mixer's input projections, joined. Their outputs are, in attention, queries, gates, keys and values; in
+    // the short convolution, factors of inputs and of outputs, inputs; in the delta rule, queries, keys, values, gates.
     const uint32_t* projection;
     const float* projection_bias;
     const uint32_t* output;
     const float* output_bias;
     // For attention.
-    const float *query_norm, *key_norm;  // [head_dim], or for all heads
+    const float *query_norm, *key_norm;  // [head_dim], or spanning all heads
     void *keys, *values;
     float* scales;                         // of keys and values in int8; null if they have the model's type
     int64_t heads_in_block, scales_in_block;  // as in `AttentionShape`
     int64_t num_kv_heads, head_dim;
-    int64_t num_kv_projections;            // 2: keys and values; 1: values are keys; 0: another layer's are read
-    int64_t sliding_window, group;         // window 0: none
-    int64_t rotary, rotary_dim;            // index of the table of positions, and the turned numbers of a head
+    int64_t num_kv_projections;            // 2; 1 if values are keys; 0 if another layer's are read
+    int64_t sliding_window, group;         // window 0 for none
+    int64_t rotary, rotary_dim;            // table of positions, and the rotated numbers of a head
     // For the recurrent mixers.
     const void *taps, *tap_biases;         // the model's type: [channels][kernel_size], [channels]
     void* convolution_states;              // [slots][kernel_size - 1][channels]
-    const uint32_t* rates;                 // never quantised; outputs for each head: beta, then the change of the decay
+    const uint32_t* rates;                 // never quantised; outputs beta, then the decay's input, of each head
     const float *decay, *decay_bias;       // [heads]
     const float* gate_norm;                // [value_dim]
     float* delta_states;                   // [slots][heads][key_dim][value_dim]
     // After the feed-forward part.
     const uint32_t *per_layer_gate, *per_layer_projection;
     const float* per_layer_norm;
-    const float* output_scale;             // one factor for the outputs; null: none
+    const float* output_scale;             // a factor for all outputs; null for none
     // For the feed-forward part.
     const uint32_t* router;  // never quantised; null without experts
     const MlpWeights* mlps;  // one MLP, or one for each expert
@@ -96,15 +96,15 @@ struct DecoderStep {
     const Segment* segments;
     const int32_t* const* tables;   // [num_groups]
     const Piece* pieces;            // for the recurrent layers
-    const int64_t* rows;            // [num_rows], ascending: the tokens with any wanted result
-    const int64_t* logits_rows;     // [num_logits], ascending: the rows with wanted logits
-    const float* const* rotary;     // by table: [num_positions][2][rotary_dim / 2], cosines and sines
+    const int64_t* rows;            // [num_rows], ascending: the tokens that need any result
+    const int64_t* logits_rows;     // [num_logits], ascending: the rows that need logits
+    const float* const* rotary;     // by table: [num_positions][2][rotary_dim / 2], cosines, then sines
     float* logits;                  // [num_logits][vocab_size]
-    int64_t* likeliest;             // [num_logits], the first of the greatest logits of each row
-    float* hidden;                  // [num_rows][hidden_size], after the final norm; null: all rows have wanted logits
+    int64_t* likeliest;             // [num_logits], the first of each row's greatest logits
+    float* hidden;                  // [num_rows][hidden_size], after the final norm; null if all rows need only logits
     int64_t num_adapters;
     const AdapterLayer* const* adapters;  // [num_adapters][num_layers]
-    const int64_t* adapter_of;            // [num_tokens]; -1: none
+    const int64_t* adapter_of;            // [num_tokens]; -1 for none
 };
 
 template <typename T>
@@ -145,14 +145,14 @@ class Decoder {
     }
 
   private:
-    // Layers whose heads have one shape, and that store keys and values in the same blocks.
+    // Layers that share a shape of heads and a group of blocks.
     struct AttentionKind {
         int64_t group;
         AttentionShape shape;  // without a window
-        Groups groups, wanted;  // of all tokens of the step, and of its wanted rows only
+        Groups groups, wanted;  // over all tokens of the step, and only over its wanted rows
     };
 
-    // The rows that a layer computes: of all tokens, or only the wanted ones.
+    // The rows that a layer computes: all tokens, or only the wanted rows.
     struct Rows {
         int64_t count;
         const int64_t* wanted;
@@ -160,7 +160,7 @@ class Decoder {
         int64_t token(int64_t row) const { return are_all ? row : wanted[row]; }
     };
 
-    // Layers after the last one that stores anything compute only the wanted rows. Each row is a segment of its own.
+    // Finds the wanted rows, to which layers after the last one that stores anything are limited. Each is a segment.
     void find_wanted(const DecoderStep& step) {
         wanted_.clear();
         if (last_to_store_ + 1 == shape_.num_layers || step.num_rows == step.num_tokens) return;
@@ -172,7 +172,7 @@ class Decoder {
         }
     }
 
-    // Returns the layer's index in `kinds_`. Adds a new kind if needed.
+    // Returns the layer's index in `kinds_`, adding a kind if needed.
     int64_t kind_of(const LayerWeights& layer) {
         const auto is_same = [&](const AttentionKind& kind) {
             return kind.group == layer.group && kind.shape.num_kv_heads == layer.num_kv_heads &&
@@ -184,7 +184,7 @@ class Decoder {
         return index;
     }
 
-    // The work of every thread of the pool. The threads share all loops in it.
+    // Runs on every thread of the pool. The threads share all loops in it.
     void work(const DecoderStep& step) {
         embed(step);
         Rows rows{step.num_tokens, step.rows, true};
@@ -196,9 +196,9 @@ class Decoder {
             const bool is_last = layer + 1 == shape_.num_layers;
             const LayerWeights& own = layers_[layer];
             mix(step, layer, rows, added(&AdapterLayer::query_key_value, {{query_outputs(own), kv_size(own), kv_size(own)}}));
-            if (layer == last_to_store_) {  // from here on, only the wanted rows are computed
+            if (layer == last_to_store_) {  // from here on, compute only the wanted rows
                 keep_rows(step, mixed_size(own));
-                if (step.num_rows == 0) return;  // after this layer nothing is stored or wanted
+                if (step.num_rows == 0) return;  // nothing that follows is stored or wanted
                 rows = {step.num_rows, step.rows, step.num_rows == step.num_tokens};
                 adapted = &adapted_wanted_;
             }
@@ -216,7 +216,7 @@ class Decoder {
         compute_logits(step, step.hidden ? step.num_logits : step.num_rows);
     }
 
-    // The sizes of a token's inputs and outputs in the mixer of a layer.
+    // Return the numbers per token that a layer's mixer reads, and that it outputs.
     int64_t projected_size(const LayerWeights& layer) const {
         const int64_t sizes[NUM_MIXERS] = {query_outputs(layer) + (layer.num_kv_projections ? 2 : 0) * kv_size(layer),
                                            3 * shape_.hidden_size, 2 * keys_size_ + 2 * values_size_};
@@ -226,7 +226,7 @@ class Decoder {
         const int64_t sizes[NUM_MIXERS] = {query_size(layer), shape_.hidden_size, values_size_};
         return sizes[layer.mixer];
     }
-    // In attention: the sizes of a token's queries, of its queries with gates, and of its keys.
+    // Return the numbers in a token's queries, in its queries with gates, and in its keys.
     int64_t query_size(const LayerWeights& layer) const { return shape_.num_heads * layer.head_dim; }
     int64_t query_outputs(const LayerWeights& layer) const {
         return query_size(layer) * (shape_.gates_attention ? 2 : 1);
@@ -235,7 +235,7 @@ class Decoder {
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
     Matrix projection(const LayerWeights& layer) const {
-        // If values are keys, the keys are copied to the place of the values.
+        // If values are keys, the keys are copied to where the values belong.
         const int64_t copied = layer.mixer == ATTENTION && layer.num_kv_projections == 1 ? kv_size(layer) : 0;
         return {layer.projection, shape_.hidden_size, projected_size(layer) - copied};
     }
@@ -269,7 +269,7 @@ class Decoder {
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(load(from + at), to + at);
     }
 
-    // Reads the row of a token in a packed table.
+    // Reads a token's row in a packed table.
     void look_up(const uint32_t* table, int64_t size, int64_t token, float* to) const {
         const Matrix matrix{table, size, shape_.vocab_size};
         if (is_stored(shape_.weight_bits)) return read_stored_column<T>(matrix, token, to);
@@ -277,7 +277,7 @@ class Decoder {
         read_column<T>(matrix, token, to);
     }
 
-    // residual → per_layer: for each token, and each layer of the model.
+    // residual → per_layer, for all tokens and all layers of the model.
     void find_per_layer_inputs(const DecoderStep& step) {
         const PerLayerShape& own = shape_.per_layer;
         normalise(nullptr, step.num_tokens, shape_.weight_bits);
@@ -313,7 +313,7 @@ class Decoder {
         for (int64_t at = 0; at < own.total_size; at += LANES) store(load(from + at), to + at);
     }
 
-    // residual += norm(projection(gate(residual) × a layer's inputs)).
+    // residual += norm(projection(gate(residual) × the layer's inputs)).
     void add_per_layer_inputs(const LayerWeights& layer, int64_t index, const Rows& rows, const Matrix& next) {
         const PerLayerShape& own = shape_.per_layer;
         const Matrix projection{layer.per_layer_projection, own.size, shape_.hidden_size};
@@ -380,7 +380,7 @@ class Decoder {
             });
     }
 
-    // Applies norms and rotary positions to a token's queries and keys, and stores its keys and values.
+    // Normalises and rotates a token's queries and keys, and stores its keys and values.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t row,
                          int64_t token) {
         const float* const cosines = step.rotary[layer.rotary] + step.positions[token] * layer.rotary_dim;
@@ -396,7 +396,7 @@ class Decoder {
         }
     }
 
-    // norm: null for no norm. half: half the count of turned numbers in a head.
+    // Normalises and rotates heads. norm: null for none. half: half of a head's rotated numbers.
     void prepare_heads(T* heads, int64_t num_heads, int64_t head_dim, const float* norm, const float* cosines,
                        int64_t half) const {
         if (norm && shape_.norms_all_heads) normalise_row(heads, norm, num_heads * head_dim, heads);
@@ -421,7 +421,7 @@ class Decoder {
         }
     }
 
-    // The short convolution of LFM2. Its inputs and its outputs have factors.
+    // Computes LFM2's short convolution, whose inputs and outputs are multiplied by factors.
     void short_convolution(const DecoderStep& step, const LayerWeights& layer) {
         const int64_t size = shape_.hidden_size;
         threads_.share(step.num_tokens, [&](int64_t token) {
@@ -444,7 +444,7 @@ class Decoder {
         for (int64_t at = 0; at < size; at += LANES) store(rounded(load(own + at) * load(factors + at)), own + at);
     }
 
-    // The delta rule as in Qwen3.5: after a short convolution, and before a norm and gates.
+    // Computes Qwen3.5's delta rule, which follows a short convolution and is followed by a norm and gates.
     void delta_rule(const DecoderStep& step, const LayerWeights& layer) {
         const RecurrenceShape& shape = shape_.delta_rule;
         const int64_t channels = shape_.convolution.num_channels;
@@ -464,7 +464,7 @@ class Decoder {
         threads_.share(step.num_tokens, [&](int64_t token) { gate_heads(layer, token); });
     }
 
-    // Computes how far a token changes a state, and the logarithm of the part of the state that stays.
+    // Computes how much a token changes the state, and the logarithm of the state's decay.
     void find_rates(const LayerWeights& layer, int64_t token) {
         const int64_t num_heads = shape_.delta_rule.num_value_heads;
         const float* const rates = rates_.data() + token * rates_size_;
@@ -491,9 +491,9 @@ class Decoder {
         }
     }
 
-    // size: the size of a row of `mixed`.
+    // Moves the wanted rows to the front. size: of a row in `mixed_`.
     void keep_rows(const DecoderStep& step, int64_t size) {
-        threads_.share(1, [&](int64_t) {  // in ascending order, so no row is overwritten before it is moved
+        threads_.share(1, [&](int64_t) {  // in ascending order, so that no row is overwritten before it is moved
             for (int64_t row = 0; row < step.num_rows; ++row) {
                 std::memmove(residual(row), residual(step.rows[row]), shape_.hidden_size * sizeof(float));
                 std::memmove(mixed_.data() + row * size, mixed_.data() + step.rows[row] * size, size * sizeof(T));
@@ -501,7 +501,7 @@ class Decoder {
         });
     }
 
-    // Copies all normed rows to the step's `hidden`, then keeps the rows with wanted logits.
+    // Copies all normalised rows to the step's `hidden`, then moves those that need logits to the front.
     void give_hidden(const DecoderStep& step) {
         const int64_t size = shape_.hidden_size;
         threads_.share(step.num_rows, [&](int64_t row) {
@@ -518,10 +518,10 @@ class Decoder {
         });
     }
 
-    // next: the matrix that is read afterwards.
+    // residual → residual. next: the matrix that is read afterwards, to prefetch.
     void feed_forward(const LayerWeights& layer, int64_t num_rows, const Matrix& next,
                       const Addition<T>& added_to_gate_up, const Addition<T>& added_to_down) {
-        // The rows of experts are rounded later, in the order of the experts.
+        // Rows for experts are rounded later, when they have been sorted by expert.
         normalise(layer.feed_forward_input_norm, num_rows, layer.router ? 0 : shape_.weight_bits);
         if (layer.router)
             mix_experts(layer, num_rows);
@@ -544,7 +544,7 @@ class Decoder {
     Vector activated(Vector gate, Vector up) const {
         gate = kept(gate);
         Vector turns = gate;
-        if (shape_.has_gelu) {  // x (1 + tanh u) / 2 is x times the logistic function of 2 u
+        if (shape_.has_gelu) {  // x (1 + tanh u) / 2 equals x times the logistic function of 2 u
             constexpr float TWICE_SQRT_2_BY_PI = 1.59576912160573071f;
             turns = (gate + gate * gate * gate * 0.044715f) * TWICE_SQRT_2_BY_PI;
         }
@@ -553,11 +553,11 @@ class Decoder {
 
     // Returns x times the logistic function of y.
     static Vector times_sigmoid(Vector x, Vector y) {
-        const Vector bounded = greater_of(Vector{} - 87.0f, y);  // e^x of more is infinite; a NaN stays a NaN
+        const Vector bounded = greater_of(Vector{} - 87.0f, y);  // e^x is infinite above; a NaN stays a NaN
         return x / (1.0f + exponential(-bounded));
     }
 
-    // residual += the experts' outputs times their weights, in the order of the weights.
+    // residual += the experts' outputs times their weights, in the order of weights.
     void mix_experts(const LayerWeights& layer, int64_t num_rows) {
         const int64_t hidden = shape_.hidden_size, size = shape_.experts.intermediate_size;
         multiply<T>(threads_, normed_.data(), num_rows, {layer.router, hidden, shape_.experts.num_experts},
@@ -566,7 +566,7 @@ class Decoder {
                         store(rounded(right), routing_.logits(row) + column + LANES);
                     });
         threads_.share(num_rows, [&](int64_t row) { routing_.template choose<T>(row); });
-        threads_.meet();  // the number of groups is read outside of loops
+        threads_.meet();  // because the number of groups is read outside of loops
         threads_.share(1, [&](int64_t) { routing_.group(num_rows); });
         threads_.share(num_rows, [&](int64_t row) {
             for (int64_t choice = 0; choice < shape_.experts.per_token; ++choice)
@@ -617,11 +617,11 @@ class Decoder {
         const float most = shape_.logits_softcap;
         if (most == 0.0f) return logits;
         const Vector parts = kept(logits / most), one = Vector{} + 1.0f;
-        return kept(kept(2.0f * times_sigmoid(one, 2.0f * parts) - one) * most);  // tanh x is 2 logistic(2 x) - 1
+        return kept(kept(2.0f * times_sigmoid(one, 2.0f * parts) - one) * most);  // tanh x = 2 logistic(2 x) - 1
     }
 
-    // Like `linear`, with a matrix of its own for each expert's places. The threads share the columns of all experts
-    // together, because one expert has too few of them.
+    // Like `linear`, with a different matrix for each expert's places. The threads share the columns of all experts,
+    // because a single expert has too few of them.
     template <typename MatrixOf, typename Finish>
     void linear_by_expert(const T* inputs, int64_t num_places, int64_t num_inputs, int64_t num_columns,
                           MatrixOf&& matrix_of, Finish&& finish) {
@@ -638,8 +638,8 @@ class Decoder {
         });
     }
 
-    // Calls finish(row, column, left, right) with inputs × matrix, like `multiply`. The inputs must be prepared.
-    // bits: bits of the weights; 0: not quantised. next: the matrix that is read afterwards.
+    // Calls finish(row, column, left, right) with inputs × matrix, like `multiply`. The inputs must have been prepared.
+    // bits: of the weights, or 0 if not quantised. next: the matrix that is read afterwards, to prefetch.
     template <typename Finish>
     void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, const Matrix& next,
                 Finish&& finish, const Addition<T>& added) {
@@ -647,8 +647,8 @@ class Decoder {
         multiply_prepared(threads_, inputs, 0, num_rows, matrix, bits, finish, added);
     }
 
-    // With few rows, the time of a step is the time of reading weights. So a thread that waits for other threads reads
-    // on: it fetches the weights that it multiplies first in the next matrix into its cache.
+    // With few rows, a step takes as long as reading the weights. A thread that waits for others therefore fetches the
+    // weights that it will multiply first, in the next matrix, into its cache.
     void fetch_in_pauses(const Matrix& next, int64_t num_rows) {
         constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, for an L2 cache of 512 KiB or more
         const bool is_head = next.panels == head_;
@@ -667,7 +667,7 @@ class Decoder {
         return shape_.weight_bits == 0 || is_stored(shape_.weight_bits) ? shape_.weight_bits : HEAD_BITS;
     }
 
-    // Returns the units of a packed column in `bits` bits.
+    // Returns the units of a packed column whose weights have `bits` bits.
     static int64_t units_of(int64_t num_inputs, int64_t bits) {
         return bits == 8 ? panel_units<8>(num_inputs) : bits == 4 ? panel_units<4>(num_inputs) : num_inputs / PER_UNIT<T>;
     }
@@ -684,7 +684,7 @@ class Decoder {
         if (in_blocks && size % BLOCK == 0) quantise_blocks(inputs + row * size, size, block_rows(), row);
     }
 
-    // Multiplies the prepared rows from `first` on.
+    // Multiplies prepared rows from `first` on.
     template <typename Sharing, typename Finish, typename Added = NothingAdded>
     void multiply_prepared(Sharing& threads, const T* inputs, int64_t first, int64_t num_rows, const Matrix& matrix,
                            int64_t bits, Finish&& finish, const Added& added = {}) {
@@ -703,7 +703,7 @@ class Decoder {
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
     BlockRows block_rows() { return {block_numbers_.data(), block_scales_.data(), block_sums_.data()}; }
 
-    // residual += inputs × matrix + updates of adapters. norm: applied to that sum before the addition; null: none.
+    // residual += norm(inputs × matrix + adapters' updates). norm: null for none.
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const float* norm,
                         const Matrix& next, const Addition<T>& added) {
         added.reduce(threads_, inputs, matrix.num_inputs);
@@ -723,7 +723,7 @@ class Decoder {
         if (norm) threads_.share(num_rows, [&](int64_t row) { add_normed(norm, row); });
     }
 
-    // residual += norm(normed). The sum has replaced the inputs in `normed`, which nothing reads any more.
+    // residual += norm(normed), where `normed` holds the sum in place of the inputs, which are no longer needed.
     void add_normed(const float* norm, int64_t row) {
         normalise_row(normed(row), norm, shape_.hidden_size, normed(row));
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) add(load(normed(row) + at), nullptr, residual(row), at);
@@ -741,7 +741,7 @@ class Decoder {
         store(round_to(sums, T{}), row + column);
     }
 
-    // residual → normed, prepared for a matrix of `bits` bits. weight: null if the inputs have no norm.
+    // residual → normed, prepared for a matrix of `bits` bits. weight: null for no norm.
     void normalise(const float* weight, int64_t num_rows, int64_t bits) {
         threads_.share(num_rows, [&](int64_t row) {
             if (weight)
@@ -773,11 +773,11 @@ class Decoder {
 
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
-    // Keeps a product from being fused with an addition, which would round differently in some builds.
+    // Keeps the compiler from fusing a product with an addition, which would round differently in some builds.
     Vector apart(Vector product) const { return (Vector)((Words)product ^ nothing_); }
 
-    // With quantised weights, residuals, logits and numbers in registers stay in float32: rounding them would cost as
-    // much accuracy again as the weights do.
+    // Rounds, unless weights are quantised: rounding residuals, logits and numbers in registers would then cost as much
+    // accuracy again as the weights do.
     Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
 
     float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
@@ -812,7 +812,7 @@ class Decoder {
         by_expert_.resize(num_places * shape_.hidden_size);
         routing_.grow(num_tokens);
         if (!shape_.weight_bits) return;
-        // Tiles of stored matrices may read rows after the last one.
+        // Tiles of stored matrices may read beyond the last row.
         const int64_t num_rows = std::max(num_tokens, num_places) + (is_stored(shape_.weight_bits) ? STRIP_ROWS : 0);
         const int64_t size = std::max({shape_.hidden_size, most_mixed_, most_inner_, inner});
         input_numbers_.resize(num_rows * num_groups<8>(size) * Grouping<8>::SIZE);
@@ -833,23 +833,23 @@ class Decoder {
     const int64_t keys_size_, values_size_, rates_size_;
     int64_t most_projected_ = 0, most_mixed_ = 0, most_inner_ = 0;  // over all layers
     bool has_delta_rule_ = false;
-    uint32_t nothing_ = 0;  // always 0, which a compiler does not know
+    uint32_t nothing_ = 0;  // always 0, but the compiler cannot know
     std::vector<AttentionKind> kinds_;
     std::vector<Segment> wanted_;  // of the step
-    int64_t last_to_store_ = 0;    // the last layer that has its own keys and values, or a state
-    std::vector<int64_t> kind_of_;  // by layer; layers without attention have no meaningful entry
-    AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those after the last layer that stores
-    int64_t capacity_ = 0;  // tokens that fit in the buffers
+    int64_t last_to_store_ = 0;    // the last layer that stores keys and values, or a state
+    std::vector<int64_t> kind_of_;  // by layer; meaningless for layers without attention
+    AdaptedRows adapted_, adapted_wanted_;  // for all rows, and for the wanted rows
+    int64_t capacity_ = 0;  // the tokens that fit in the buffers
     Routing routing_;       // of the current layer
-    std::vector<float> residual_;  // rounded to the model's type if its weights are not quantised
+    std::vector<float> residual_;  // rounded to the model's type unless weights are quantised
     std::vector<T> normed_, projected_, convolved_, mixed_, activated_;
     std::vector<T> per_layer_;  // [num_tokens][total_size]
     std::vector<float> rates_, decay_, beta_;  // of the delta rule
-    std::vector<T> low_;  // [num_tokens][LOW_STRIDE], of adapters, for the current product
-    std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
-    std::vector<int8_t> input_numbers_;  // of the current matrix, if weights are quantised
+    std::vector<T> low_;  // [num_tokens][LOW_STRIDE], for the current product's adapters
+    std::vector<T> by_expert_;  // [num_places][hidden_size], experts' inputs, then their outputs
+    std::vector<int8_t> input_numbers_;  // the current matrix's inputs, if weights are quantised
     std::vector<float> input_scales_, input_sums_;
-    std::vector<int8_t> block_numbers_;  // the numbers in blocks, for stored matrices
+    std::vector<int8_t> block_numbers_;  // the inputs in blocks, for stored matrices
     std::vector<float> block_scales_;
     std::vector<uint32_t> block_sums_;
 };

@@ -1,6 +1,6 @@
-"""Computes a step of a Llama-like model in one C++ call: no operator and no Python runs between its layers.
+"""Runs a step of a Llama-like model in a single C++ call, so neither torch nor Python runs between its layers.
 
-Each row is computed in a fixed order of its own, so its bits do not depend on the other rows of the step.
+The order of each row's operations is fixed, so its result is bitwise independent of the other rows in the step.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from app.model.kv_cache import ONE_GROUP, LayerGroups
 from app.model.matcher_preparer import MatcherPreparer
 from app.model.recurrent_layers import pieces_of
 
-# Constants of stored matrices, as in the C++ sources.
+# Constants of stored matrices, which must match the C++ sources.
 _IN_BLOCKS, _BLOCK, _SUMS_OF_BLOCK = 2, 256, 48
-_TILE_ROWS = 12  # at most
+_TILE_ROWS = 12  # the most rows of a tile
 
-MIXERS: tuple[str, ...] = get_args(Mixer)  # in the order of the C++ code
+MIXERS: tuple[str, ...] = get_args(Mixer)  # the index of a mixer is its number in the C++ code
 
 
 class NativeDecoder:
-    """A ForwardPass with packed weights, KV memory and a thread pool."""
+    """A `ForwardPass` in C++, with packed weights, KV memory and a thread pool."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class NativeDecoder:
         num_slots: int = 0,
         num_layers: int = 0,
     ) -> None:
-        """groups: the groups of blocks that store keys and values. num_slots: slots for the states of recurrent layers.
-        num_layers: compute only the first layers, then norm and head; 0 means all layers.
+        """groups: how layers share blocks. num_slots: the number of slots for recurrent states.
+        num_layers: run only this many first layers, then norm and head, to verify them; 0 runs all layers.
         """
         self.block_size = pages.block_size
         self.kv_tensors = pages.tensors
@@ -76,7 +76,7 @@ class NativeDecoder:
         suffix = DTYPES[weights.dtype]
         self._run = getattr(threads.code, f"carousel_decoder_run_{suffix}")
         num_layers = num_layers or len(weights.layers)
-        # The states of the recurrent layers, [num_slots, *sizes] each.
+        # One tensor for each state of a recurrent layer, [num_slots, *sizes].
         self.states = [
             torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype) for shape in weights.settings.states(weights.dtype)
         ]
@@ -89,12 +89,12 @@ class NativeDecoder:
         )  # fmt: skip
         weakref.finalize(self, getattr(threads.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._preparer = MatcherPreparer()
-        # The tables of each kind of rotary positions, in float32: [num_positions, 2, size / 2].
+        # One table for each kind of rotary positions, [num_positions, 2, size / 2] float32.
         self._rotary = [torch.empty(0) for _ in weights.settings.rotary]
         self._rotary_pointers = _pointers(self._rotary)
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        """Return float32 logits, rounded to the model's type if weights have that type. Also prepares the matchers."""
+        """Return float32 logits, rounded to the type of unquantised weights. Also prepares the batch's matchers."""
         segments = build_segments(
             batch, num_groups=self._groups.num_groups, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS
         )
@@ -119,13 +119,13 @@ class NativeDecoder:
             adapters=None if adapters is None else ctypes.addressof(adapters.adapters),
             adapter_of=None if adapters is None else adapters.of_token.data_ptr(),
         )  # fmt: skip
-        # Do not start earlier: this thread runs Python until here, and only one thread can run Python.
+        # Starting earlier would gain nothing: this thread has held the GIL until here, and the C++ call releases it.
         with self._preparer.preparing(batch.matchers):
             self._run(self._decoder, ctypes.byref(step))
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def _provide_rotary(self, num_positions: int) -> None:
-        """Extend the tables of cosines and sines if needed. Computing them for each step took a dozen operators."""
+        """Extend the tables of cosines and sines if needed. Computing them in each step took a dozen operators."""
         if num_positions > len(self._rotary[0]):
             settings, positions = self._weights.settings, torch.arange(_num_rotary(num_positions))
             rounded = self._weights.dtype if settings.described.rounds_rotary else torch.float32
@@ -133,7 +133,7 @@ class NativeDecoder:
             self._rotary_pointers = _pointers(self._rotary)
 
     def _all_pointers(self, num_layers: int) -> Iterator[LayerWeights]:
-        """Yield the pointers of the first layers. Each recurrent layer takes the next states."""
+        """Yield the pointers of the first layers. Each recurrent layer is assigned the next of the states."""
         states = iter(self.states)
         for index in range(num_layers):
             yield self._pointers(index, states)
@@ -164,12 +164,12 @@ class NativeDecoder:
         )
 
 
-# The fields of a layer without keys and values.
+# The `LayerMemory` fields of a layer without keys and values.
 _NO_MEMORY = dict.fromkeys(LayerMemory._fields[:3]) | dict.fromkeys(LayerMemory._fields[3:], 0)
 
 
 def _part(part: Any, kind: type[Any], others: Collection[str] = ()) -> dict[str, int | None]:
-    """Return the addresses of a layer part's tensors, by name; None if the layer lacks the part or the tensor."""
+    """Return the addresses of a layer part's tensors by field name, None where the part or the tensor is missing."""
     names = [each.name for each in dataclasses.fields(kind) if each.name not in others]
     return {name: _pointer(getattr(part, name, None)) for name in names}
 
@@ -213,14 +213,14 @@ def _per_layer_shape(weights: NativeWeights) -> PerLayerShape:
 
 
 def _embedding_scale(weights: NativeWeights, size: int) -> float:
-    """Return the square root of an embedding's size, rounded to the model's type."""
+    """Return the square root of an embedding's size, rounded to the model's type as transformers does."""
     return float(torch.tensor(size**0.5, dtype=torch.float32).to(weights.dtype))
 
 
 def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int) -> int:
-    """Return the bytes that a decoder keeps after a step of `num_tokens` tokens at positions below `num_positions`.
+    """Return the bytes of the buffers that remain after a step of `num_tokens` at positions below `num_positions`.
 
-    They are the buffers that `grow` allocates in decoder.h and experts.h, and the tables of `_provide_rotary`.
+    Includes the buffers that `grow` allocates in decoder.h and experts.h, and the tables of `_provide_rotary`.
     """
     settings, experts, of_type = weights.settings, weights.settings.experts, weights.dtype.itemsize
     hidden, mixers = settings.hidden_size, {layer.mixer for layer in settings.layers}
@@ -240,7 +240,7 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
         size = max(hidden, mixed, inner, experts.intermediate_size)
         of_row = -(-size // GROUPS[8]) * GROUPS[8] + -(-size // GROUPS[4]) * (4 + 4)
         num_rows = max(num_tokens, num_places)
-        if weights.weight_bits < min(GROUPS):  # stored matrices: also in blocks, and with a tile after the last row
+        if weights.weight_bits < min(GROUPS):  # inputs of stored matrices, padded by a tile, perhaps also in blocks
             num_rows += _TILE_ROWS
             of_row += size + size // _BLOCK * (4 + _SUMS_OF_BLOCK) if weights.weight_bits & _IN_BLOCKS else 0
         total += num_rows * of_row
@@ -267,7 +267,7 @@ def _mlp_pointers(layer: NativeLayer) -> ctypes.Array[MlpWeights]:
 
 
 class _WantedRows(NamedTuple):
-    """The tokens with a wanted result, and the ones that need logits or hidden states. All int64."""
+    """The tokens of a step that need logits, hidden states or both. All tensors are int64."""
 
     rows: torch.Tensor  # [num_rows], indices in the packed row, ascending
     logits: torch.Tensor  # [num_logits], indices in `rows`

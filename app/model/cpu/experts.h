@@ -1,6 +1,5 @@
-// Chooses the experts for each row of a mixture (Shazeer et al., 2017; as in Mixtral and Qwen3-MoE), and groups rows by
-// expert. A row's experts, their weights and their order depend only on that row, so its bits do not depend on other
-// rows.
+// Chooses each row's experts in a mixture (Shazeer et al., 2017; as in Mixtral and Qwen3-MoE), and groups rows by
+// expert. A row's experts, their weights and their order depend only on the row, so other rows do not change its bits.
 #pragma once
 
 #include <utility>
@@ -12,16 +11,16 @@ namespace carousel {
 
 struct ExpertsShape {
     int64_t num_experts, per_token, intermediate_size;
-    int64_t weights_sum_to_one;  // of a row's chosen experts; otherwise shares of all experts' sum
+    int64_t weights_sum_to_one;  // whether a row's chosen weights are normalised
     int64_t rounds_weights;      // whether weights, and outputs times weights, are rounded to the model's type
 };
 
-// The experts of all rows of a step.
+// The experts of all rows in a step.
 //
-// A *place* is a pair of a row and one of its experts. An expert's places are adjacent, in the order of their rows.
+// A *place* is a pair of a row and one of its experts. An expert's places are adjacent, in the order of rows.
 class Routing {
   public:
-    struct Rows {  // of one expert: its places
+    struct Rows {  // an expert's places
         int64_t expert, first, count;
     };
 
@@ -35,9 +34,9 @@ class Routing {
         places_.resize(num_rows * shape_.per_token);
     }
 
-    float* logits(int64_t row) { return logits_.data() + row * padded_; }  // of all experts, padded to whole PANELs
+    float* logits(int64_t row) { return logits_.data() + row * padded_; }  // of all experts, padded to whole panels
 
-    // Chooses the experts of a row from its logits.
+    // Chooses a row's experts by its logits.
     template <typename T>
     void choose(int64_t row) {
         float* parts = logits(row);
@@ -63,7 +62,7 @@ class Routing {
         }
     }
 
-    // Assigns places to all rows.
+    // Sorts all rows' experts into places.
     void group(int64_t num_rows) {
         next_.assign(shape_.num_experts, 0);
         const int64_t num_places = num_rows * shape_.per_token;
@@ -78,7 +77,7 @@ class Routing {
         for (int64_t at = 0; at < num_places; ++at) places_[at] = next_[experts_[at]]++;
     }
 
-    const std::vector<Rows>& rows() const { return rows_; }  // of the experts that have any rows
+    const std::vector<Rows>& rows() const { return rows_; }  // only experts that have rows
 
     int64_t place(int64_t row, int64_t choice) const { return places_[row * shape_.per_token + choice]; }
     float weight(int64_t row, int64_t choice) const { return weights_[row * shape_.per_token + choice]; }
@@ -86,8 +85,8 @@ class Routing {
   private:
     using Scored = std::pair<float, int64_t>;
 
-    // The experts with the greatest numbers, in order. The calls are those of torch's `topk` on a CPU, so that it and
-    // this choose the same among equal numbers, which are frequent in bfloat16.
+    // Returns the experts with the greatest numbers, in order. Makes the same calls as torch's `topk` on a CPU, to
+    // choose the same among equal numbers, which are frequent in bfloat16.
     const Scored* greatest(const float* numbers) const {
         thread_local std::vector<Scored> scored;
         scored.resize(shape_.num_experts);

@@ -1,4 +1,4 @@
-"""A model's weights in its GGUF file, mapped into memory."""
+"""Reads a model's weights from its GGUF file, which is mapped into memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from app.model.llama import EMBEDDING, by_expert
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The ggml types without blocks, by their numbers.
+# The ggml types that are not quantised, by number.
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GgufCheckpoint(Checkpoint):
-    """The weights in a GGUF file. Weights that have other values in transformers are read from the model's folder."""
+    """Reads weights from a GGUF file. Weights that transformers stores differently are read from the model's folder."""
 
     def __init__(self, location: Path, dtype: torch.dtype, manifest: Manifest) -> None:
-        """See `Checkpoint`. Raises OSError if the file cannot be read."""
+        """Raises OSError if a file cannot be read."""
         super().__init__(location, dtype)
-        self._names = [*manifest.weights]  # the names in the model's own class
+        self._names = [*manifest.weights]  # as in the model's own class
         placed = {renamed(name): own for name, own in manifest.weights.items()}
         self._placed = {name: own[0] for name, own in placed.items() if len(own) == 1}
         self._in_parts = {name: own for name, own in placed.items() if len(own) > 1}
@@ -37,11 +37,11 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def has_stored(self) -> bool:
-        """Whether the C++ code can multiply any of the matrices in the file's type."""
+        """Whether the C++ code can multiply any of the matrices without dequantising it."""
         return any(map(self._is_stored, self._placed))
 
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
-        """Like `Checkpoint.__call__`, multiplied out."""
+        """Return a weight or a part of it, dequantised, or None if it is missing. See `Checkpoint.__call__`."""
         if (parts := self._in_parts.get(name)) is not None:
             weight = torch.cat([self._numbers(each) for each in parts], dim=-2)
         elif (placed := self._blocks_of(name)) is not None:
@@ -57,24 +57,23 @@ class GgufCheckpoint(Checkpoint):
         return weight if placed.columns is None else weight[:, self._order(placed.columns)]
 
     def all(self) -> dict[str, torch.Tensor]:
-        """Return every weight, multiplied out."""
+        """Return a dequantised copy of every weight, under its name in the model's own class."""
         names = [*self._names, *(name for name in self._files if not name.startswith("order."))]
         return {name: weight.clone() for name in names if (weight := self(renamed(name))) is not None}
 
     def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
-        """Return a matrix in the file's type if the C++ code multiplies that type; otherwise multiplied out."""
+        """Return a matrix in the file's type if the C++ code supports that type; otherwise dequantise it."""
         if not self._is_stored(name):
             return self(name)
         name = self.own_name(name)
         if name not in self._matrices:
             found = self._matrix(self._placed[name])
-            if name != EMBEDDING:  # a tied head may be the same matrix
+            if name != EMBEDDING:  # only the embedding is cached, because a tied head must be the same object
                 return found
             self._matrices[name] = found
         return self._matrices[name]
 
     def size_to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
-        """Return the same as `to_pack` on the meta device. The numbers are not read."""
         placed = self._placed.get(self.own_name(name))
         if placed is None or not self._is_stored(name):
             return super().size_to_pack(name)
@@ -96,7 +95,7 @@ class GgufCheckpoint(Checkpoint):
         return super().shape(name) if placed is None else torch.Size(placed.shape)
 
     def has_weights_of(self, module: PreTrainedModel) -> bool:
-        """Return whether the file has every weight of a module, in its shape."""
+        """Return whether the file contains every weight of a module, in its shape."""
         return all(self.shape(name) == weight.shape for name, weight in by_expert(module.state_dict()).items())
 
     def own_name(self, name: str) -> str:

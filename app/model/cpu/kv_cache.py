@@ -13,20 +13,21 @@ from app.model.kv_cache import LayerShape, Place
 
 
 class LayerMemory(NamedTuple):
-    """The keys and values of one layer for the C++ code: addresses, and distances between blocks."""
+    """One layer's keys and values, as the C++ code finds them: addresses, and heads from one block to the next."""
 
     keys: int
     values: int
     scales: int | None
-    heads_in_block: int  # heads of this layer's shape that fit in its place
-    scales_in_block: int  # heads with scales in one block
+    heads_in_block: int  # heads of this layer's shape that one block holds
+    scales_in_block: int  # heads that have scales in one block
 
 
 class NativeKVCache:
-    """The blocks of all layers, in units of 32 bits: two adjacent dimensions of bfloat16 keys, or two tokens' values.
+    """The blocks of all layers, in units of 32 bits. In bfloat16, a unit holds two dimensions of a key, or two tokens'
+    numbers of one value dimension.
 
-    In int8, a unit holds equally many numbers of 8 bits, and each token has a scale for each KV head's key and value.
-    The memory is not zeroed: a slot is read only after its sequence has written it. `provide` allocates the pages.
+    In int8, a unit holds as many numbers, of 8 bits each, and each token has a scale per KV head for its key and one
+    for its value. Memory is not zeroed, because a slot is read only after its sequence has written it.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class NativeKVCache:
         dtype: torch.dtype,
         in_int8: bool = False,
     ) -> None:
-        """`why_not` must return None for these arguments. dtype: the model's type."""
+        """Reserve memory, without its pages. `why_not` must support the arguments. dtype: the model's type."""
         self.block_size = block_size
         self.dtype = dtype
         self.keys: dict[int, torch.Tensor] = {}  # by place: [num_blocks, num_kv_heads, key_units, block_size] units
         self.values: dict[int, torch.Tensor] = {}  # [num_blocks, num_kv_heads, token_units, value_dim] units
-        self.scales: dict[int, torch.Tensor] = {}  # in int8: [num_blocks, num_kv_heads, 2, block_size], float32
+        self.scales: dict[int, torch.Tensor] = {}  # only in int8: [num_blocks, num_kv_heads, 2, block_size] float32
         per_unit = 4 // dtype.itemsize
         unit, width = (torch.int8, per_unit) if in_int8 else (torch.int32, 1)
         for index, layer in layers.items():
@@ -63,14 +64,14 @@ class NativeKVCache:
         num_blocks: int,
         dtype: torch.dtype,
     ) -> NativeKVCache:
-        """Create the configured KV memory, and let the threads provide its pages."""
+        """Create KV memory as configured, with all its pages allocated by the threads."""
         in_int8 = config.dtype == "int8"
         pages = cls(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, in_int8=in_int8)
         pages.provide(threads)
         return pages
 
     def of_layer(self, place: Place, shape: LayerShape) -> LayerMemory:
-        """Return the memory of a layer of this shape, which may be a part of a place, see `LayerGroups`."""
+        """Return a layer's memory. Layers of different shapes may share one place, see `LayerGroups`."""
         keys, values, scales = self.keys[place.place], self.values[place.place], self.scales.get(place.place)
         num_blocks, heads, key_units, width = keys.shape
         per_unit = 4 // self.dtype.itemsize
@@ -86,13 +87,14 @@ class NativeKVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the KV memory."""
+        """All tensors of the KV memory, including scales."""
         return [*self.keys.values(), *self.values.values(), *self.scales.values()]
 
     def provide(self, threads: ThreadPool) -> None:
-        """Make the system provide all pages now, so that the process does not grow and meets no memory limit later.
+        """Make the system allocate all pages now, so that the process cannot exceed a memory limit later.
 
-        If less memory is available, pages are provided when they are used: `taking_host_memory` has logged a warning.
+        Does nothing if too little memory is available; `taking_host_memory` has then logged a warning, and pages are
+        allocated on first use.
         """
         num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), available_memory()
         if available is not None and num_bytes > available:
@@ -104,7 +106,7 @@ class NativeKVCache:
     def why_not(
         layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this machine or these shapes cannot use this KV memory, in words; None if they can."""
+        """Return why this KV memory does not support a machine or these shapes, in words; None if it does."""
         if device.type != "cpu":
             return f"it runs on {device.type}"
         if dtype not in DTYPES:

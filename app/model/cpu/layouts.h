@@ -1,5 +1,5 @@
-// The layouts of the structures that Python fills, from this compiler. library.py compares them with its own when it
-// loads the library: a field that only one side has would shift the memory that the other side reads.
+// Reports how this compiler lays out the structures that Python fills. library.py compares this with its own layouts on
+// loading: a field that only one side declares would shift the memory that the other side reads.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,9 @@ struct Field {
     size_t offset, size;
 };
 
-// Returns a line with the structure's name and size, and the name, offset and size of each field.
+// Returns a line with a structure's name and size, and each field's name, offset and size.
 inline std::string layout(const char* name, size_t size, std::initializer_list<Field> fields) {
-    char numbers[64];  // std::to_string would share a table with other libraries in the process
+    char numbers[64];  // not std::to_string, which shares a table with other libraries in the process
     std::snprintf(numbers, sizeof(numbers), " %zu", size);
     std::string line = std::string(name) + numbers;
     for (const Field& field : fields) {
@@ -70,7 +70,7 @@ inline const char* layouts() {
         CAROUSEL_LAYOUT(ConvolutionShape, F(num_channels), F(kernel_size), F(input_token), F(slot), F(has_silu)) +
         CAROUSEL_LAYOUT(RecurrenceShape, F(num_key_heads), F(num_value_heads), F(key_dim), F(value_dim), F(slot),
                         F(normalises), F(scale)) +
-        CAROUSEL_LAYOUT(Draw, F(seed), F(position), F(top_k), F(temperature), F(top_p), F(min_p)) +
+        CAROUSEL_LAYOUT(Draw, F(position), F(seed), F(top_k), F(temperature), F(top_p), F(min_p), F(top_n_sigma)) +
         CAROUSEL_LAYOUT(Adjustments, F(repetition_penalty), F(seen), F(num_seen), F(deducted), F(num_deducted),
                         F(deductions), F(biased), F(num_biased), F(biases), F(banned), F(num_banned), F(mask));
 #undef F

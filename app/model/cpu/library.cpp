@@ -1,5 +1,5 @@
-// The functions that Python calls through ctypes, which releases the interpreter lock. They take plain pointers instead
-// of torch's types, so that this file compiles in seconds. typed.cpp has the functions that exist for each number type.
+// The functions that Python calls through ctypes, which releases the GIL. They accept plain pointers instead of torch's
+// types, so that this file compiles in seconds. typed.cpp contains the functions that exist once per number type.
 
 #include <algorithm>
 
@@ -12,9 +12,9 @@ using namespace carousel;
 
 namespace {
 
-constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers; fewer are read before the other threads wake
+constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers; one thread has read fewer before the others wake
 
-// Returns the row with index `at` of a call. Without a list, the call has all rows in order.
+// Returns a call's row with index `at`. Without a list, a call is for all rows in order.
 int64_t row_of(const int64_t* rows, int64_t at) { return rows ? rows[at] : at; }
 
 }  // namespace
@@ -25,7 +25,7 @@ extern "C" {
 void* carousel_thread_pool_new(int32_t size) { return new ThreadPool(size); }
 void carousel_thread_pool_delete(void* threads) { delete static_cast<ThreadPool*>(threads); }
 
-// Writes to every page of some memory, so that the system provides the pages now.
+// Writes to every page of some memory, so that the system allocates the pages now.
 void carousel_touch(void* threads, char* memory, int64_t num_bytes) {
     constexpr int64_t PIECE = 1 << 23, PAGE = 1 << 12;
     ThreadPool& members = *static_cast<ThreadPool*>(threads);
@@ -38,15 +38,15 @@ void carousel_touch(void* threads, char* memory, int64_t num_bytes) {
     });
 }
 
-// Packs weights as units of 32 bits, unchanged.
+// Packs weights without quantising them.
 void carousel_pack(void* threads, const uint32_t* rows, int64_t num_outputs, int64_t num_units, uint32_t* panels) {
     pack(*static_cast<ThreadPool*>(threads), rows, num_outputs, num_units, panels);
 }
 
-// Why the matrix unit is not used: 0 if it is used, -1 if this build has no code for it, or the kernel's error number.
+// Returns 0 if the matrix unit is used, -1 if this build has no code for it, or the kernel's error number.
 int32_t carousel_amx_refusal() { return amx::refusal(); }
 
-// Whether this build's loops are faster than transformers' code.
+// Return whether this build's loops are faster than transformers' code.
 int32_t carousel_is_fast_in_f32() {
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_NEON)
     return 1;
@@ -59,11 +59,11 @@ int32_t carousel_is_fast_in_bf16() {
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
     return 1;
 #else
-    return 0;  // on Arm, torch's matrix products use bfloat16 instructions
+    return 0;  // on Arm, torch's products use bfloat16 instructions
 #endif
 }
 
-// Draws one token for each of the given rows of logits [..][vocab_size].
+// Samples a token for each of the given rows of logits [..][vocab_size].
 void carousel_draw(void* threads, const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws,
                    int64_t num_draws, int64_t* tokens) {
     ThreadPool& members = *static_cast<ThreadPool*>(threads);
@@ -74,7 +74,7 @@ void carousel_draw(void* threads, const float* logits, int64_t vocab_size, const
     });
 }
 
-// Computes log-probabilities of one token and of the likeliest tokens, for each given row of logits [..][vocab_size].
+// Computes the log-probabilities of a token and the likeliest tokens, for each given row of logits [..][vocab_size].
 void carousel_logprobs(void* threads, const float* logits, int64_t vocab_size, const int64_t* rows, const int64_t* tokens,
                        int64_t num_rows, int64_t num_top, float* normalisers, float* logprobs, int64_t* ranks,
                        int64_t* top_tokens, float* top_logprobs) {
@@ -90,7 +90,7 @@ void carousel_logprobs(void* threads, const float* logits, int64_t vocab_size, c
     members.run([&] { members.share(num_rows, compute); });
 }
 
-// adjusted: [num_rows][vocab_size], for the given rows of logits [..][vocab_size]. masks: `num_bytes` bytes each.
+// Writes adjusted copies, [num_rows][vocab_size], of the given rows of logits. masks: `num_bytes` bytes each.
 void carousel_adjust(void* threads, const float* logits, int64_t vocab_size, const int64_t* rows,
                      const Adjustments* adjustments, int64_t num_rows, const uint8_t* masks, int64_t num_bytes,
                      float* adjusted) {

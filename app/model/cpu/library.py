@@ -1,8 +1,8 @@
-"""Builds the C++ code beside this file once, with the machine's own compiler, and calls it through ctypes.
+"""Builds the C++ code in this folder once, with the machine's compiler, and makes it callable through ctypes.
 
-The library is stored in the user's cache folder under a hash of everything it was built from, so later processes do not
-build it again. `python -m app.model.cpu.library` also builds libraries for other x86-64 machines, which then need no
-compiler (an image does this). Without a compiler or such a library, models run on plain torch.
+The library is stored in the user's cache folder under a hash of everything it depends on, so later processes do not
+build it again. `python -m app.model.cpu.library` builds libraries for several classes of x86-64 CPUs, which an image
+ships to machines without a compiler. Without a compiler and a library, models run in plain torch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ import torch
 
 from app.disk import cache_folder, locked_if_possible
 from app.errors import InvalidSetup
+from app.model.sampler import DRAW_FLOATS, DRAW_INTEGERS
 from app.progress import step_within
 
 logger = logging.getLogger(__name__)
 
-LANES = 16  # numbers in one vector, as in the C++ sources
-MOST_PARTS = 3  # the most matrices whose outputs are computed together, as in the C++ sources
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # the types, with the suffixes of their functions
+LANES = 16  # numbers in a vector; must match the C++ sources
+MOST_PARTS = 3  # the most matrices in one product; must match the C++ sources
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # the supported types and their function suffixes
 
 _SOURCES = Path(__file__).parent
 # Compiler flags for the CPU, by the machine's name.
 _CPU_FLAGS = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
-# Symbols are hidden: two libraries in one process would otherwise share symbols of the same name.
+# Symbols are hidden, because two libraries in one process would otherwise share symbols of the same name.
 _COMMON_FLAGS = (
     "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
 _FLAGS = (*_COMMON_FLAGS, *_CPU_FLAGS.get(platform.machine(), ()))
-# Units that are compiled at the same time, as objects of the library.
+# Compilation units, which are compiled in parallel.
 _UNITS = (
     *((f"-DTYPE={suffix}", "typed.cpp") for suffix in reversed(DTYPES.values())),
     ("stored.cpp",),
@@ -54,7 +55,7 @@ _UNITS = (
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A class of CPUs with these flags, named as in /proc/cpuinfo, so that their library can be built elsewhere."""
+    """A class of CPUs that one library, built on any machine, supports. Flags are named as in /proc/cpuinfo."""
 
     name: str
     march: str
@@ -62,7 +63,6 @@ class Level:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The compiler's options."""
         more = (f"-m{flag.replace('_', '-' if flag.startswith('amx') else '')}" for flag in self.more)
         return (*_COMMON_FLAGS, f"-march={self.march}", *more, "-mprefer-vector-width=512")
 
@@ -83,7 +83,6 @@ LEVELS = (  # from best to worst
 
 
 _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_UINT64 = ctypes.c_uint64
 
 
 def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
@@ -91,7 +90,7 @@ def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Filled(ctypes.Structure):
-    """A structure of the C++ code. All its fields must be given by name."""
+    """A structure of the C++ code. The constructor requires every field, by name, so that none is forgotten."""
 
     def __init__(self, **values: Any) -> None:
         names = [field[0] for field in self._fields_]
@@ -100,7 +99,7 @@ class Filled(ctypes.Structure):
 
     @classmethod
     def packing(cls) -> str:
-        """Return the format for `struct.pack` after a leading "=", for numbers in the order of the fields."""
+        """Return the format for `struct.pack`, without the leading "=", for values in the order of the fields."""
         characters, end = "", 0
         for field in cls._fields_:
             place = getattr(cls, field[0])
@@ -109,7 +108,7 @@ class Filled(ctypes.Structure):
         return characters + "x" * (ctypes.sizeof(cls) - end)
 
 
-_PACKED: dict[Any, str] = {_POINTER: "Q", _UINT64: "Q", _INT64: "q", _FLOAT: "f"}
+_PACKED: dict[Any, str] = {_POINTER: "Q", _INT64: "q", _FLOAT: "f"}
 
 
 class AttentionShape(Filled):
@@ -125,7 +124,7 @@ class Strides(Filled):
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Strides:
-        """Return the strides of three packed rows [num_tokens, num_heads, dim]."""
+        """Return the strides of three tensors [num_tokens, num_heads, dim], whose last dimension must be contiguous."""
         return cls(
             query_token=query.stride(0), query_head=query.stride(1), key_token=key.stride(0), key_head=key.stride(1),
             value_token=value.stride(0), value_head=value.stride(1),
@@ -208,7 +207,7 @@ class DecoderStep(Filled):
 
 
 class Segment(Filled):
-    """A row of `Segments.segments`."""
+    """A row of `Segments.segments` in inputs.py."""
 
     _fields_ = _fields(_INT32, "first_token", "num_tokens", "start", "table_offset")
 
@@ -220,11 +219,7 @@ class Piece(Filled):
 
 
 class Draw(Filled):
-    _fields_ = (
-        ("seed", _UINT64),
-        *_fields(_INT64, "position", "top_k"),
-        *_fields(_FLOAT, "temperature", "top_p", "min_p"),
-    )
+    _fields_ = (*_fields(_INT64, "position", *DRAW_INTEGERS), *_fields(_FLOAT, *DRAW_FLOATS))
 
 
 class Adjustments(Filled):
@@ -242,7 +237,7 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
 )  # fmt: skip
 
 
-# Name → argument types and result type; a name that ends in {} stands for one function per dtype.
+# Name → (argument types, result type). A name that ends in {} stands for one function per type.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "thread_pool_new": ((_INT32,), _POINTER),
     "thread_pool_delete": ((_POINTER,), None),
@@ -273,7 +268,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the built library, whose functions start with `carousel_`. If that fails, log a warning, return None."""
+    """Return the library, built if needed; on failure, log a warning and return None. Names start with `carousel_`."""
     compiler = _compiler()
     try:
         path = _built(compiler) if compiler else _built_elsewhere()
@@ -294,10 +289,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def check_layouts(native: str, structures: Iterable[type[ctypes.Structure]]) -> None:
-    """Compare structures with the compiled ones, which layouts.h describes.
+    """Compare the ctypes structures with the compiled ones, as layouts.h reports them.
 
-    Raises RuntimeError, with both layouts, if a size or a field's place differs: one side would write to other places
-    than the other side reads.
+    Raises RuntimeError, with both layouts, if a size or the offset of a field differs. Without this check, the C++ code
+    would silently read wrong fields.
     """
     lines = {line.split(maxsplit=1)[0]: line for line in native.splitlines()}
     own = {kind.__name__: _layout_of(kind) for kind in structures}
@@ -311,18 +306,18 @@ def check_layouts(native: str, structures: Iterable[type[ctypes.Structure]]) -> 
 
 
 def _layout_of(kind: type[ctypes.Structure]) -> str:
-    """Return a structure's layout as a line of layouts.h."""
+    """Return a structure's layout in the format of layouts.h."""
     places = [(name, getattr(kind, name)) for name, *_ in kind._fields_]
     fields = "".join(f" {name} {place.offset} {place.size}" for name, place in places)
     return f"{kind.__name__} {ctypes.sizeof(kind)}{fields}"
 
 
 class ThreadPool:
-    """Threads that compute C++ calls together, one call at a time."""
+    """Threads that share the work of each C++ call. Only one call may run at a time."""
 
     def __init__(self, num_threads: int) -> None:
         code = library()
-        assert code is not None, "a caller that needs threads has checked the library"
+        assert code is not None, "callers must have checked that the library exists"
         self.code = code
         self.handle = code.carousel_thread_pool_new(num_threads)
         weakref.finalize(self, code.carousel_thread_pool_delete, self.handle)
@@ -331,15 +326,15 @@ class ThreadPool:
 def is_fast(dtype: torch.dtype) -> bool:
     """Return whether the native decoder is faster than transformers' code on this machine.
 
-    Measured on two cores: with AVX2, 1.3 to 2.2 times in float32 and 1.8 to 3.6 times in bfloat16; with AVX-512 without
-    bf16, 1.2 to 2.7 times and 2.9 to 4.7 times. On Arm this is assumed for float32.
+    Measured on two cores, it is 1.3 to 2.2 times faster in float32 and 1.8 to 3.6 times in bfloat16 with AVX2; 1.2 to
+    2.7 and 2.9 to 4.7 times with AVX-512 without bf16. On Arm, it is assumed to be faster in float32.
     """
     code = library()
     return code is not None and bool(getattr(code, f"carousel_is_fast_in_{DTYPES[dtype]}")())
 
 
 def log_use_of_amx(kind: str, *sizes: int) -> None:
-    """Log whether such numbers use the CPU's matrix unit, and the reason if not. sizes: the sizes of their rows."""
+    """Log whether such numbers are multiplied by AMX, and why not. sizes: the lengths of the multiplied rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
         logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)
@@ -349,21 +344,21 @@ def log_use_of_amx(kind: str, *sizes: int) -> None:
 
 def why_not_amx(*sizes: int) -> str | None:
     code = library()
-    assert code is not None, "only native code multiplies"
+    assert code is not None, "only native code uses AMX"
     refusal = code.carousel_amx_refusal()
     if refusal > 0:
         return f"the kernel refuses it ({os.strerror(refusal)})"
     if refusal < 0:
         return "this compiler does not know it" if "amx_bf16" in _cpu() else "this CPU has no amx_bf16"
-    amx_numbers = 32  # bfloat16 in a row of a tile
+    amx_numbers = 32  # bfloat16 numbers in a row of a tile
     odd = sorted({size for size in sizes if size % amx_numbers})
     return f"inputs of {', '.join(map(str, odd))} are no multiples of {amx_numbers}" if odd else None
 
 
 def in_large_pages(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Allocate uninitialised memory, in large pages if the system has them: every small page costs a lookup.
+    """Allocate uninitialised memory, in large pages if the system supports them, to save lookups of page addresses.
 
-    device: meta for a tensor with only a size.
+    device: meta for a tensor that needs no memory.
     """
     tensor = torch.empty(*shape, dtype=dtype, device=device)
     if hasattr(mmap, "MADV_HUGEPAGE") and not tensor.is_meta:
@@ -372,7 +367,7 @@ def in_large_pages(*shape: int, dtype: torch.dtype, device: torch.device | None 
 
 
 def advise(tensor: torch.Tensor, advice: int) -> None:
-    """Tell the system how a tensor's whole pages will be used; it may refuse. advice: one of `mmap.MADV_*`."""
+    """Advise the system on the use of a tensor's whole pages; errors are ignored. advice: one of `mmap.MADV_*`."""
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if num_bytes > 0:
@@ -382,7 +377,7 @@ def advise(tensor: torch.Tensor, advice: int) -> None:
 
 
 def build_for(levels: Iterable[Level]) -> list[Path]:
-    """Build libraries for other machines in this machine's cache folder. Raises InvalidSetup without a compiler."""
+    """Build the libraries of some levels in the cache folder. Raises InvalidSetup if there is no compiler."""
     compiler = _compiler()
     if compiler is None:
         raise InvalidSetup("no C++ compiler found: install c++, g++ or clang++")
@@ -394,14 +389,14 @@ def _compiler() -> str | None:
 
 
 def _built(compiler: str) -> Path:
-    """Return the path of this machine's library. If it does not exist, one of several processes builds it."""
+    """Return the path of this machine's library, built if needed. If several processes start, only one builds it."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20).stdout
     what = b"\0".join([*_source_texts(), version, " ".join(_FLAGS).encode(), _cpu().encode()])
     return _kept(compiler, _FLAGS, cache_folder() / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so")
 
 
 def _built_elsewhere() -> Path | None:
-    """Return the best library for this machine that was built elsewhere; None if there is none."""
+    """Return the fastest library in the cache folder, of those built for a level, that this CPU supports, or None."""
     flags = frozenset(_cpu().split())
     fitting = (_path_for(level) for level in LEVELS if level.cpu_flags <= flags)
     return next((path for path in fitting if path.exists()), None)
@@ -430,7 +425,7 @@ def _kept(compiler: str, flags: Sequence[str], target: Path) -> Path:
 
 
 def _build(compiler: str, flags: Sequence[str], target: Path) -> Path:
-    """Build the library and its objects in the target's folder. Return the target."""
+    """Build the library at `target`, with its object files in the same folder, and return `target`."""
 
     def run(*arguments: str | Path) -> None:
         subprocess.run([compiler, *flags, *arguments], check=True, capture_output=True, timeout=300)
@@ -448,7 +443,7 @@ def _build(compiler: str, flags: Sequence[str], target: Path) -> Path:
 
 
 def _cpu() -> str:
-    """Return the properties of the CPU that `-march=native` depends on."""
+    """Return a text that differs between CPUs for which `-march=native` may generate different code."""
     info = Path("/proc/cpuinfo")
     flags = [line for line in info.read_text().splitlines() if line.startswith("flags")] if info.exists() else []
     return flags[0] if flags else f"{platform.machine()} {platform.processor()}"

@@ -1,4 +1,4 @@
-// The log-softmax of a row of logits at one token and at the likeliest tokens, without storing all values.
+// Computes the log-softmax of a row of logits for one token and the likeliest tokens, without storing all values.
 #pragma once
 
 #include <limits>
@@ -8,14 +8,14 @@
 namespace carousel {
 
 struct RowLogprobs {
-    float* normaliser;  // the value subtracted from logits
+    float* normaliser;  // the number that is subtracted from logits
     float* logprob;
-    int64_t* rank;  // 1: no token is likelier
-    int64_t* top_tokens;  // [num_top], the likeliest first, the lower id first among equal ones
+    int64_t* rank;  // 1 if no token is likelier
+    int64_t* top_tokens;  // [num_top], the likeliest first; of equal ones, the lower id first
     float* top_logprobs;  // [num_top]
 };
 
-// Returns the numbers from `at` on; lanes past the end are -infinity.
+// Returns the logits from `at` on. Lanes past the end are -infinity.
 inline Vector logits_at(const float* logits, int64_t vocab_size, int64_t at) {
     if (at + LANES <= vocab_size) return load(logits + at);
     float numbers[LANES];
@@ -24,7 +24,7 @@ inline Vector logits_at(const float* logits, int64_t vocab_size, int64_t at) {
     return load(numbers);
 }
 
-// Inserts a logit into the sorted greatest ones, and drops the last of them.
+// Inserts a logit into the sorted greatest ones, dropping the last.
 inline void insert_logit(float logit, int64_t token, int64_t num_top, const RowLogprobs& row) {
     int64_t place = num_top - 1;
     for (; place > 0 && row.top_logprobs[place - 1] < logit; --place) {
@@ -46,7 +46,7 @@ inline void find_greatest(const float* logits, int64_t vocab_size, int64_t num_t
     }
 }
 
-// logits: [vocab_size]. Every value is one subtraction from a logit, so equal logits have equal values.
+// logits: [vocab_size]. Every result is a single subtraction from a logit, so equal logits yield equal results.
 inline void row_logprobs(const float* logits, int64_t vocab_size, int64_t token, int64_t num_top,
                          const RowLogprobs& row) {
     const float greatest = logits[first_greatest(logits, vocab_size)], own = logits[token];

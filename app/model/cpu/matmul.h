@@ -1,7 +1,7 @@
-// Rows times a packed weight matrix.
+// Multiplies rows by a packed weight matrix.
 //
-// Each output is one sum over the inputs in their order. So a row's bits do not depend on the other rows of the step
-// (batch invariance).
+// Each output is a single sum over the inputs in their order, so that a row's bits do not depend on the other rows of
+// the step (batch invariance).
 #pragma once
 
 #include "registers.h"
@@ -11,19 +11,19 @@
 namespace carousel {
 
 constexpr int PANEL = 2 * LANES;     // columns that are computed together
-constexpr int TILE_WIDTH = MOST_SUMS >= 24 ? 2 : 1;  // Vectors of a panel that are summed together
+constexpr int TILE_WIDTH = MOST_SUMS >= 24 ? 2 : 1;  // vectors of a panel that are summed together
 constexpr int TILE_ROWS = MOST_SUMS / TILE_WIDTH;    // rows that are summed together
-constexpr int64_t CHUNK_ROWS = 192;  // rows whose inputs stay in the L2 cache while the panels are read
-constexpr int64_t FETCHING_TILES = 4;  // the first tiles of a panel prefetch the next one; others would do so in vain
+constexpr int64_t CHUNK_ROWS = 192;  // rows whose inputs stay in the L2 cache while panels are read
+constexpr int64_t FETCHING_TILES = 4;  // only a panel's first tiles prefetch the next panel, which is then cached
 
-// [num_columns / PANEL][num_units][PANEL] units. The last panel is padded with zeros.
+// A packed matrix, [num_columns / PANEL][num_units][PANEL] units. The last panel is padded with zeros.
 struct Matrix {
     const uint32_t* panels;
     int64_t num_inputs;
     int64_t num_columns;  // outputs
 };
 
-// Reads one column of a packed matrix.
+// Reads a column of a packed matrix.
 template <typename T>
 inline void read_column(const Matrix& matrix, int64_t column, float* to) {
     const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
@@ -40,15 +40,14 @@ inline void read_column(const Matrix& matrix, int64_t column, float* to) {
     }
 }
 
-// The addresses that a tile prefetches while it reads a panel: one for each unit, `stride` apart; 0: nothing. Addresses
+// The addresses that a tile prefetches while it reads a panel, one per unit, `stride` apart; null for none. Addresses
 // past the end do no harm.
 struct Ahead {
     const uint32_t* from;
     int64_t stride;
 };
 
-// sums: of the two halves of the panel for each row. This is not inlined, because it has many callers and takes long to
-// compile.
+// sums: of the panel's two halves, for each row. Not inlined, because it has many callers and compiles slowly.
 template <typename T, int ROWS>
 [[gnu::noinline]] void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel,
                                      const Ahead& next, Vector (*sums)[2]) {
@@ -64,7 +63,7 @@ template <typename T, int ROWS>
         add_products<Factor<T>, ROWS, WIDTH>(own, places, ahead, PANEL, next.stride, inputs, FACTOR_WORDS<T> * num_units,
                                              num_units);
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row)  // a copy of all would make GCC keep them in memory
+        for (int row = 0; row < ROWS; ++row)  // copying all at once would make GCC keep them in memory
 #pragma GCC unroll 2
             for (int at = 0; at < WIDTH; ++at) sums[row][pass * WIDTH + at] = own[row][at];
     }
@@ -82,7 +81,7 @@ inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, c
     }
 }
 
-// Configures tiles for products: 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights.
+// Configures tiles for products: tiles 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights.
 inline void configure_products(int rows, int units = amx::UNITS) {
     const int upper = std::min(rows, amx::ROWS), lower = rows - upper;
     amx::Shapes shapes;
@@ -94,8 +93,8 @@ inline void configure_products(int rows, int units = amx::UNITS) {
     amx::configure(shapes);
 }
 
-// Like `multiply_tile` for one or two BLOCKS of amx::ROWS rows. sums: [rows][PANEL]. Nothing is prefetched: with tiles,
-// that made products slower.
+// Like `multiply_tile` for one or two BLOCKS of amx::ROWS rows. sums: [rows][PANEL]. Prefetches nothing, because that
+// made products with tiles slower.
 template <typename T, int BLOCKS, typename Sum>
 inline void sum_in_amx(const uint32_t* inputs, int64_t stride, int64_t num_units, const uint32_t* panel, Sum* sums) {
     amx::zero<0>();
@@ -130,7 +129,7 @@ inline void sum_in_amx(int rows, const uint32_t* inputs, int64_t stride, int64_t
         sum_in_amx<T, 1>(inputs, stride, num_units, panel, sums);
 }
 
-// Adds nothing to the sums of `share_tiles`.
+// The argument of `share_tiles` for a product without updates.
 struct NothingAdded {
     struct Columns {
         void add(int64_t, Vector (&)[2]) const {}
@@ -140,10 +139,10 @@ struct NothingAdded {
 
 // Calls finish(row, column, left, right) for every row and every panel, whose first column is `column`.
 //
-// tile(rows, first, column, panel, next, sums) computes the sums of at most MAX_ROWS rows from `first` on. Tiles have
-// whole blocks of rows, except at the end. next: the tile's part of the next panel. panel_units: for PANEL columns.
-// added.columns(first, end, column) returns the updates of a panel's sums for some rows; its add(row, sums) adds them.
-// `threads` is a ThreadPool, or a LoopPart of the columns.
+// tile(rows, first, column, panel, next, sums) computes the sums of at most MAX_ROWS rows from `first` on. Tiles are
+// whole blocks of rows, except at the end. next: the part of the next panel that the tile prefetches. panel_units: the
+// units of PANEL columns. added.columns(first, end, column) returns an object whose add(row, sums) adds updates to
+// a panel's sums. threads: a ThreadPool, or a LoopPart of the columns.
 template <int MAX_ROWS, typename Sharing, typename Tile, typename Finish, typename Added>
 void share_tiles(Sharing& threads, int64_t num_rows, int block, const Matrix& matrix, int64_t panel_units, Tile&& tile,
                  Finish&& finish, const Added& added) {
@@ -159,7 +158,7 @@ void share_tiles(Sharing& threads, int64_t num_rows, int block, const Matrix& ma
         Ahead next{panel + PANEL * panel_units, PANEL / num_fetching};
         const auto additions = added.columns(first, end, column);
         for (; num_tiles > 0; --num_tiles) {
-            const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of nearly equal size
+            const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // so that tiles are of nearly equal size
             const int rows = int(std::min(end - first, (even + block - 1) / block * block));
             Vector sums[MAX_ROWS][2];
             tile(rows, first, column, panel, next, sums);
@@ -174,13 +173,13 @@ void share_tiles(Sharing& threads, int64_t num_rows, int block, const Matrix& ma
     });
 }
 
-// Input rows in the form for multiplication, for one thread in one product. The rows of a chunk are converted once.
+// Provides input rows in the form for multiplication, to one thread in one product. Converts a chunk's rows only once.
 template <typename T>
 class Factors {
   public:
     Factors(const T* inputs, int64_t size) : inputs_(inputs), size_(size) {}
 
-    // Rows from `first` on. Tiles come in the order of rows, with the same rows for each panel.
+    // Returns rows from `first` on. Must be called in the order of rows, with the same rows for each panel.
     const uint32_t* rows(int64_t first, int64_t count) {
         const int64_t words = words_of<T>(size_);
         if constexpr (std::is_same_v<Factor<T>, T>) return reinterpret_cast<const uint32_t*>(inputs_) + first * words;
@@ -196,12 +195,12 @@ class Factors {
   private:
     const T* const inputs_;
     const int64_t size_;
-    int64_t begin_ = 0, end_ = 0;  // of the rows in `converted_`
+    int64_t begin_ = 0, end_ = 0;  // the rows in `converted_`
     static inline thread_local std::vector<uint32_t> converted_;
 };
 
-// Calls finish(row, column, left, right) for every row and every PANEL of columns, with the sums of columns
-// [column, column + LANES) and of the next LANES columns. inputs: [num_rows][num_inputs]. added: see `share_tiles`.
+// Calls finish(row, column, left, right) for every row and every panel, with the sums of LANES columns from `column` on
+// and of the next LANES columns. inputs: [num_rows][num_inputs]. added: see `share_tiles`.
 template <typename T, typename Sharing, typename Finish, typename Added = NothingAdded>
 void multiply(Sharing& threads, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish,
               const Added& added = {}) {

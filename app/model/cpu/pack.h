@@ -1,4 +1,4 @@
-// Writes the weights of linear layers into panels of packed matrices, unchanged or in 8 or 4 bits.
+// Packs the weights of linear layers into the panels of matrices, unchanged or quantised to 8 or 4 bits.
 #pragma once
 
 #include <limits>
@@ -9,9 +9,9 @@
 
 namespace carousel {
 
-// Writes rows of `num_units` units, one for each output, into [panels][num_units][PANEL] units, padded with zeros.
+// Writes rows of `num_units` units, one row per output, to [panels][num_units][PANEL] units, padded with zeros.
 inline void pack(ThreadPool& threads, const uint32_t* rows, int64_t num_outputs, int64_t num_units, uint32_t* panels) {
-    constexpr int64_t WIDTH = 16;  // units of a row that are read together: a cache line
+    constexpr int64_t WIDTH = 16;  // units of a row that are read at once: a cache line
     threads.run([&] {
         threads.share((num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             const int64_t first = panel * PANEL, height = std::min<int64_t>(PANEL, num_outputs - first);
@@ -28,15 +28,15 @@ inline void pack(ThreadPool& threads, const uint32_t* rows, int64_t num_outputs,
     });
 }
 
-// The values to which a group of weights of LANES outputs is rounded, one output in each lane: `least` plus whole
-// multiples of `scale`.
+// The grid of values to which the weights of a group are rounded: `least` plus whole multiples of `scale`. Each lane
+// belongs to another output.
 struct Grid {
     Vector scale, least;
 
-    // Rounded to the type in which it is stored, bfloat16.
+    // Returns the grid as stored, with both values rounded to bfloat16.
     Grid stored() const { return {round_to(scale, bf16{}), round_to(least, bf16{})}; }
 
-    // Both values moved by a number of steps between adjacent bfloat16 numbers; up, if the number is positive.
+    // Returns the grid with both values moved by some steps between adjacent bfloat16 numbers, upwards if positive.
     Grid moved(int scale_up, int least_up) const {
         const Integers away = least < 0.0f ? Integers{} - least_up : Integers{} + least_up;  // away from zero
         return {(Vector)((Integers)scale + scale_up * 0x10000), (Vector)((Integers)least + away * 0x10000)};
@@ -45,7 +45,7 @@ struct Grid {
     Words pair() const { return (Words)scale >> 16 | ((Words)least & 0xffff0000u); }
 };
 
-// Weights of LANES outputs in a group, and for each output the grid with the least squared error of those tried.
+// A group's weights of LANES outputs, and for each output the best grid so far, which has the least squared error.
 template <int BITS>
 class Fit {
   public:
@@ -63,12 +63,12 @@ class Fit {
 
     const Grid& best() const { return best_; }
 
-    // The number from 0 to MOST whose value on the best grid is nearest.
+    // Returns the number from 0 to MOST whose value on the best grid is nearest to a weight.
     Words number(int at) const { return (Words)__builtin_convertvector(nearest(at, best_, steps(best_)), Integers); }
 
   private:
-    // Tries the grid from the least weight to the greatest, then grids with ends close by. Each rounds the weights
-    // differently, and some of them have considerably less error.
+    // Tries the grid from the least weight to the greatest, then grids with ends close by. They round the weights
+    // differently, some with considerably less error.
     void search(std::integral_constant<int, 8>) {
         const Vector least = round_to(least_, bf16{});
         const Grid plain = Grid{(greatest_ - least) / MOST, least}.stored();
@@ -78,9 +78,9 @@ class Fit {
                 if (least_up != 0 || scale_up != 0) try_grid(plain.moved(scale_up, least_up));
     }
 
-    // Tries ranges from that of the weights to narrower ones, in the middle and at both sides, each followed by
-    // regressions. The range in whole numbers of steps comes first: weights from a file of 4 bits lie on such a grid,
-    // and a group may lack the grid's ends. A grid of fewer than 8 steps is part of a finer grid.
+    // Tries the range of the weights and narrower ones, in the middle and at both sides, each followed by regressions.
+    // First tries the range divided into whole numbers of steps, because weights from a file of 4 bits lie on such a
+    // grid, even if a group lacks its ends. A grid of fewer than 8 steps is part of a finer one.
     void search(std::integral_constant<int, 4>) {
         const Vector range = greatest_ - least_;
         for (float num_steps = MOST; num_steps >= 8; --num_steps) try_grid(Grid{range / num_steps, least_}.stored());
@@ -90,7 +90,7 @@ class Fit {
                 try_regressions({range * (share / MOST), least_ + range * ((1.0f - share) * below)});
     }
 
-    // Tries the grid of a regression of the weights on their numbers, and then of a second regression.
+    // Tries the grid of a regression of the weights on their numbers, and that of a second regression.
     void try_regressions(Grid grid) {
         for (int again = 0; again < 2; ++again) {
             const Vector per_step = steps(grid);
@@ -115,7 +115,7 @@ class Fit {
             const Vector off = nearest(at, grid, per_step) * grid.scale + grid.least - weights_[at];
             error += off * off;
         }
-        const Integers is_better = error < error_;  // false if the grid's error is NaN
+        const Integers is_better = error < error_;  // false for an error of NaN
         best_.scale = is_better ? grid.scale : best_.scale;
         best_.least = is_better ? grid.least : best_.least;
         error_ = is_better ? error : error_;
@@ -138,7 +138,7 @@ class Fit {
     Grid best_ = {};
 };
 
-// The rotation of `rotate` for one group in each lane, [inputs].
+// Like `rotate`, for [inputs] with another group in each lane.
 template <int SIZE>
 inline void rotate_lanes(Vector (&group)[SIZE]) {
     for (int distance = 1; distance < SIZE; distance *= 2)
@@ -149,7 +149,7 @@ inline void rotate_lanes(Vector (&group)[SIZE]) {
             }
 }
 
-// Writes a group's units for LANES outputs: the pair, then the numbers. weights: [inputs], an output in each lane.
+// Writes a group's units for LANES outputs: scale and least weight, then numbers. weights: [inputs], an output a lane.
 template <int BITS>
 inline void pack_group(const Vector (&weights)[Grouping<BITS>::SIZE], uint32_t* to) {
     constexpr int WORDS = GROUP_WORDS<BITS>, PER_WORD = PER_UNIT<int8_t>;
@@ -165,7 +165,7 @@ inline void pack_group(const Vector (&weights)[Grouping<BITS>::SIZE], uint32_t* 
     }
 }
 
-// Packs rows of `num_inputs` weights, one row for each output, into the panels of quantised.h.
+// Packs rows of `num_inputs` weights, one row per output, into the panels of quantised.h.
 template <int BITS, typename T>
 void pack_quantised(ThreadPool& threads, const T* rows, int64_t num_outputs, int64_t num_inputs, uint32_t* panels) {
     constexpr int64_t SIZE = Grouping<BITS>::SIZE, UNITS = 1 + GROUP_WORDS<BITS>;
@@ -187,7 +187,7 @@ void pack_quantised(ThreadPool& threads, const T* rows, int64_t num_outputs, int
                     std::memcpy(group, tile, sizeof(group));
                     if constexpr (Grouping<BITS>::IS_ROTATED) {
                         rotate_lanes(group);
-                        for (Vector& x : group) x *= 0.125f;  // by the square root of the size
+                        for (Vector& x : group) x *= 0.125f;  // divides by the square root of the size
                     }
                     pack_group<BITS>(group, to + half);
                 }

@@ -1,7 +1,7 @@
-// Rows times a packed weight matrix of 8 or 4 bits.
+// Multiplies rows by a packed weight matrix of 8 or 4 bits.
 //
-// Inputs and weights are rounded in groups of inputs. Each group of a column has a scale and a least weight, and each
-// group of a row has a scale. The sums within a group are integers, and so exact. A row's groups are added in order.
+// Inputs and weights are rounded in groups of inputs. A column stores a scale and a least weight for each group, and a
+// row a scale. Sums within a group are integers and therefore exact. A row's groups are added in order.
 #pragma once
 
 #include "matmul.h"
@@ -9,9 +9,9 @@
 namespace carousel {
 
 // With 8 bits, inputs and weights are rotated within a group by the same orthogonal matrix: (x H)(Hᵀ W) = x W. This
-// spreads the few great inputs of a row over their group, so that eight bits suffice for all inputs (QuaRot,
-// Ashkboos et al., 2024; QuIP#, Tseng et al., 2024). With 4 bits, weights are not rotated, so that weights from a file
-// of 4 bits lose no further accuracy.
+// spreads a row's few large inputs over their group, so that eight bits suffice for all inputs (QuaRot, Ashkboos et
+// al., 2024; QuIP#, Tseng et al., 2024). With 4 bits, there is no rotation, so that weights from a file of 4 bits lose
+// no further accuracy.
 template <int BITS>
 struct Grouping;
 template <>
@@ -30,17 +30,17 @@ constexpr int64_t GROUP_UNITS = Grouping<BITS>::SIZE / PER_UNIT<int8_t>;  // of 
 template <int BITS>
 constexpr int64_t GROUP_WORDS = GROUP_UNITS<BITS> * BITS / 8;  // of weights
 
-constexpr int HEAD_BITS = 8;  // of the output layer, whatever bits the other layers have
+constexpr int HEAD_BITS = 8;  // of the head, regardless of the layers' bits
 
 template <int BITS>
 constexpr int64_t num_groups(int64_t num_inputs) {
     return (num_inputs + Grouping<BITS>::SIZE - 1) / Grouping<BITS>::SIZE;
 }
 
-// Panels: [num_columns / PANEL][num_groups][1 + GROUP_WORDS][PANEL] units. A group's first unit holds its scale in the
-// lower half and its least weight in the upper half, both in bfloat16. The other units hold unsigned multiples of the
-// scale above the least weight. With 4 bits, the lower half of each byte belongs to the first half of the group's
-// inputs, the upper half to the second. The last group is padded with zeros.
+// Panels are [num_columns / PANEL][num_groups][1 + GROUP_WORDS][PANEL] units. A group's first unit stores the scale in
+// its lower half and the least weight in its upper half, both in bfloat16. The other units store unsigned numbers; a
+// weight is the least weight plus its number times the scale. With 4 bits, the lower half of each byte belongs to the
+// first half of the group's inputs, the upper half to the second. The last group is padded with zeros.
 template <int BITS>
 constexpr int64_t panel_units(int64_t num_inputs) {
     return num_groups<BITS>(num_inputs) * (1 + GROUP_WORDS<BITS>);
@@ -49,7 +49,7 @@ constexpr int64_t panel_units(int64_t num_inputs) {
 struct QuantisedRows {
     int8_t* numbers;  // [num_rows][num_groups][inputs of a group]
     float* scales;    // [num_rows][num_groups]
-    float* sums;      // [num_rows][num_groups], sums of the numbers, times the scale
+    float* sums;      // [num_rows][num_groups], sums of the numbers times the scale
 };
 
 // Returns the rows from `first` on.
@@ -59,7 +59,7 @@ inline QuantisedRows rows_from(const QuantisedRows& rows, int64_t first, int64_t
     return {rows.numbers + group * Grouping<BITS>::SIZE, rows.scales + group, rows.sums + group};
 }
 
-// One stage of a Hadamard transform: the sum and the difference of two lanes with a distance of DISTANCE.
+// One stage of a Hadamard transform: sums and differences of lanes that are DISTANCE apart.
 template <int DISTANCE>
 inline Vector paired(Vector x) {
     const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -67,7 +67,7 @@ inline Vector paired(Vector x) {
     return swapped<DISTANCE>(x) + (Vector)((Words)x ^ signs);
 }
 
-// Multiplies a group by the Hadamard matrix of its size, without the division by 8, the square root of the size.
+// Multiplies a group by the Hadamard matrix of its size, without dividing by 8, the square root of the size.
 inline void rotate(Vector (&group)[4]) {
     const auto pair = [](Vector& left, Vector& right) {
         const Vector sum = left + right;
@@ -79,8 +79,8 @@ inline void rotate(Vector (&group)[4]) {
     for (Vector& x : group) x = paired<8>(paired<4>(paired<2>(paired<1>(x))));
 }
 
-// Rounds a row. If a group has a NaN or an infinity, its scale is also not finite, and so are all products of the row.
-// `size` is a multiple of LANES.
+// Rounds a row. If a group contains a NaN or an infinity, neither its scale nor any product of the row is finite.
+// `size` must be a multiple of LANES.
 template <int BITS, typename T>
 inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int64_t row) {
     constexpr int PARTS = Grouping<BITS>::SIZE / LANES;
@@ -142,14 +142,14 @@ inline void read_column(const Matrix& matrix, int64_t column, float* to) {
     }
 }
 
-// Adds a group's integer sums to the totals of a row. pairs: of scales and least weights.
+// Adds a group's integer sums to a row's totals. pairs: scales and least weights.
 template <typename F, typename I, typename W>
 inline void add_group(F& totals, I sums, W pairs, float scale, float sum) {
     totals += upper_bf16(pairs) * sum;
     totals += __builtin_convertvector(sums, F) * (lower_bf16(pairs) * scale);
 }
 
-// Computes a group's integer sums for ROWS rows, `stride` units apart, with DOT_WIDTH registers of columns.
+// Computes a group's integer sums for ROWS rows, `stride` units apart, and DOT_WIDTH registers of columns.
 template <int BITS, int ROWS>
 inline __attribute__((always_inline)) void sum_group(IntegersPart (&sums)[ROWS][DOT_WIDTH], const uint32_t* units,
                                                      int64_t stride, const uint32_t* words, const Ahead& next) {
@@ -193,8 +193,8 @@ inline __attribute__((always_inline)) void sum_group(IntegersPart (&sums)[ROWS][
     }
 }
 
-// inputs: from the first row on. results: the sums of the two halves of the panel for each row. This is not inlined,
-// because it has many callers and takes long to compile.
+// inputs: from the first row on. results: the sums of the panel's two halves, for each row. Not inlined, because it has
+// many callers and compiles slowly.
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel,
                                                const Ahead& next, Vector (*results)[2]) {
@@ -221,19 +221,19 @@ template <int BITS, int ROWS>
         }
     }
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row)  // a copy of all would make GCC keep them in memory
+    for (int row = 0; row < ROWS; ++row)  // copying all at once would make GCC keep them in memory
 #pragma GCC unroll 8
         for (int part = 0; part < 2 * PARTS; ++part)
             std::memcpy(reinterpret_cast<FloatPart*>(results[row]) + part, &totals[row][part], sizeof(FloatPart));
 }
 
-// Like `multiply_quantised_tile`, in the matrix unit.
+// Like `multiply_quantised_tile`, on the matrix unit.
 template <int BITS>
 [[gnu::noinline]] void multiply_quantised_in_amx(int rows, const QuantisedRows& inputs, int64_t groups,
                                                  const uint32_t* panel, Vector (*results)[2]) {
     constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
-    alignas(64) int32_t sums[2][2 * amx::ROWS * PANEL];  // of the group that is added now, and of the next group
+    alignas(64) int32_t sums[2][2 * amx::ROWS * PANEL];  // of the group that is being added, and of the next
     std::fill_n(results[0], 2 * rows, Vector{});
     configure_products(rows, UNITS);
     const auto sum_group = [&](int64_t group) {

@@ -1,6 +1,6 @@
-// Operators with a recurrent state, as defined in app/model/recurrence.py. One thread takes some channels, columns or
-// rows of a layer's states through all pieces of a step, token by token. So no number depends on how a sequence is cut
-// into pieces, on other sequences in the step, or on the number of threads.
+// Operators with a recurrent state, as app/model/recurrence.py defines them. A thread carries some channels, columns or
+// rows of a layer's states through all pieces of a step, token by token. Results therefore do not depend on how a
+// sequence is split into pieces, on other sequences in the step, or on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@
 
 namespace carousel {
 
-struct Piece {  // consecutive tokens of one sequence in the packed row; at least one
+struct Piece {  // at least one consecutive token of a sequence in the packed row
     int32_t first_token, num_tokens;
-    int32_t read_slot;  // -1: the zero state
+    int32_t read_slot;  // -1 for the zero state
     int32_t written_slot;
 };
 
-// The pieces of a step. A piece may read a slot that an earlier piece has written.
+// The pieces of a step. A piece may read a slot that an earlier one has written.
 struct Pieces {
     const Piece* data;
     int64_t count;
@@ -28,7 +28,7 @@ struct Pieces {
     const Piece* end() const { return data + count; }
 };
 
-// The states of a layer: a contiguous array of numbers for each slot.
+// A layer's states, each of which is contiguous.
 template <typename T>
 struct States {
     T* data;
@@ -40,7 +40,7 @@ struct States {
     T* written(const Piece& piece, int64_t offset) const { return data + piece.written_slot * stride + offset; }
 };
 
-// The numbers of one register: GCC keeps larger vectors in memory.
+// The numbers in a register, because GCC keeps larger vectors in memory.
 typedef uint16_t HalvesPart __attribute__((vector_size(PART_LANES * 2)));
 
 inline FloatPart load_part(const float* from) {
@@ -67,7 +67,7 @@ inline void store_part(FloatPart x, bf16* to) {
 #endif
 }
 
-inline FloatPart broadcast_part(float x) { return x - FloatPart{}; }  // x + 0 would be an addition: -0 + 0 is 0
+inline FloatPart broadcast_part(float x) { return x - FloatPart{}; }  // x + 0 would need an addition: -0 + 0 is 0
 
 inline float sum_of_part(FloatPart x) {
     float sum = 0.0f;
@@ -75,10 +75,10 @@ inline float sum_of_part(FloatPart x) {
     return sum;
 }
 
-// Numbers of one thread that start at a cache line: a load that crosses lines takes twice the time.
+// A thread's numbers, which start at a cache line, because a load that crosses lines takes twice as long.
 class Lines {
   public:
-    // Earlier content may be lost.
+    // The content is lost if the size grows.
     float* resized(int64_t count) {
         constexpr int64_t LINE = 64;
         numbers_.resize(count + LINE / int64_t(sizeof(float)));
@@ -92,7 +92,7 @@ class Lines {
 
 inline int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-// Loads `count` numbers as float32, then zeros up to `size`. Without a source, all are zeros.
+// Loads `count` numbers as float32, followed by zeros up to `size`. Without a source, all are zeros.
 template <typename T>
 inline void load_numbers(const T* from, int64_t count, float* to, int64_t size) {
     int64_t at = 0;
@@ -121,7 +121,7 @@ inline void store_numbers(const float* from, int64_t count, T* to) {
 }
 
 // Like `store_numbers`, but bypasses the caches for whole lines. A state is read again only in the next step, after all
-// weights of the model, and a line that is not read before it is written saves a third of the traffic.
+// of the model's weights, and not reading a line before it is written saves a third of the traffic.
 inline void stream_numbers(const float* from, int64_t count, float* to) {
 #ifdef __AVX__
     if (count % LANES == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
@@ -147,11 +147,11 @@ struct ConvolutionShape {
 };
 
 inline FloatPart silu(FloatPart x) {
-    const FloatPart most = broadcast_part(87.0f);  // e^x is finite up to this value
+    const FloatPart most = broadcast_part(87.0f);  // e^x is finite up to this
     return x / (exponential(-x > most ? most : -x) + 1.0f);
 }
 
-// Some adjacent channels of a convolution.
+// Adjacent channels of a convolution.
 template <typename T>
 class Channels {
   public:
@@ -194,7 +194,7 @@ class Channels {
     }
 
   private:
-    // The inputs of one of the piece's tokens, counted from its first token. Only the last ones are stored.
+    // Returns the inputs of the piece's token with index `at`. Only the last `kernel_size` are stored.
     float* seen(int64_t at) const { return seen_ + (at + kernel_size_) % kernel_size_ * MOST; }
 
     void sum(int64_t at) const {
@@ -232,7 +232,7 @@ void convolve_in(ThreadPool& threads, const ConvolutionShape& shape, const T* in
 // ---- Heads: the gated delta rule, Mamba 1 and Mamba 2.
 
 // In Mamba, C is the query, B the key and the input the value (Gu & Dao, arXiv 2312.00752; Dao & Gu, arXiv 2405.21060).
-// Mamba 1 has one head, whose value has one number for each channel.
+// Mamba 1 has a single head, whose value has a number per channel.
 struct RecurrenceShape {
     int64_t num_key_heads, num_value_heads, key_dim, value_dim;
     int64_t slot;  // stride in elements
@@ -240,17 +240,17 @@ struct RecurrenceShape {
     float scale;
 };
 
-// The packed row of a step.
+// The queries, keys and values in a step's packed row.
 template <typename T>
 struct HeadRows {
     Heads<const T> query, key, value;
 };
 
-// Calls body(head, first, end) for all value dimensions of all heads, shared by the threads. Parts of a head begin at
-// multiples of `unit`. There are only enough parts to give each thread several tasks, since each part prepares keys.
+// Calls body(head, first, end) for parts of all heads' value dimensions, which the threads share. Parts start at
+// multiples of `unit`. There are just enough to give each thread several tasks, because each part prepares the keys.
 template <typename Body>
 void share_heads(ThreadPool& threads, const RecurrenceShape& shape, int64_t unit, Body&& body) {
-    constexpr int64_t TASKS = 4;  // least tasks per thread, so that all threads end at nearly the same time
+    constexpr int64_t TASKS = 4;  // the least tasks per thread, so that all threads end at nearly the same time
     const int64_t num_units = (shape.value_dim + unit - 1) / unit, wanted = TASKS * threads.size();
     const int64_t num_parts = std::min(num_units, (wanted + shape.num_value_heads - 1) / shape.num_value_heads);
     threads.share_runs(shape.num_value_heads * num_parts, [&](int64_t task) {
@@ -260,7 +260,7 @@ void share_heads(ThreadPool& threads, const RecurrenceShape& shape, int64_t unit
     });
 }
 
-// Some tokens of one key head as float32, padded with zeros to whole registers. They stay in the L2 cache.
+// Some tokens of a key head in float32, padded with zeros to whole registers. They stay in the L2 cache.
 template <typename T>
 class PreparedRows {
   public:
@@ -300,8 +300,8 @@ class PreparedRows {
     float* numbers_ = nullptr;
 };
 
-// Calls body for each piece, in parts of the number of tokens that are prepared together. A later part continues from
-// the slot that the previous part has written.
+// Calls body for each piece, in parts of as many tokens as are prepared together. A later part continues from the slot
+// that the previous one has written.
 template <typename T, typename Body>
 void in_parts(const Pieces& pieces, Body&& body) {
     constexpr int32_t MOST = PreparedRows<T>::MOST;
@@ -311,12 +311,12 @@ void in_parts(const Pieces& pieces, Body&& body) {
                        at ? piece.written_slot : piece.read_slot, piece.written_slot});
 }
 
-// Columns of a state that are computed together: their sums stay in registers, and the columns in the L1 cache.
+// Registers of a state's columns that are computed together: sums stay in registers, and columns in the L1 cache.
 constexpr int STRIP = 4;
 constexpr int64_t STRIP_COLUMNS = STRIP * PART_LANES;
 
-// Computes one token of the gated delta rule for the columns of a strip [num_rows][STRIP_COLUMNS]. numbers: the values,
-// then the outputs. A column's product with the key has two sums, of even and odd rows: one sum would wait for itself.
+// Computes one token of the gated delta rule for a strip of columns, [num_rows][STRIP_COLUMNS]. numbers: the values,
+// replaced by the outputs. A column's product with the key has two sums, of even and odd rows, to wait less for each.
 inline __attribute__((noinline)) void delta_rule_token(float* state, int64_t num_rows, const float* query, const float* key,
                                                        float decay, float beta, float* numbers) {
     FloatPart even[STRIP] = {}, odd[STRIP] = {}, change[STRIP], output[STRIP] = {};
@@ -345,7 +345,7 @@ inline __attribute__((noinline)) void delta_rule_token(float* state, int64_t num
     for (int part = 0; part < STRIP; ++part) store_part(output[part], numbers + part * PART_LANES);
 }
 
-// Computes some columns of one head. decay, beta: [num_tokens][num_value_heads].
+// Computes some columns of a head. decay, beta: [num_tokens][num_value_heads].
 template <typename T>
 void delta_rule_columns(const RecurrenceShape& shape, const HeadRows<T>& rows, const float* decay, const float* beta,
                         States<float> states, const Pieces& pieces, int64_t head, int64_t first, int64_t end,
@@ -354,7 +354,7 @@ void delta_rule_columns(const RecurrenceShape& shape, const HeadRows<T>& rows, c
     static thread_local Lines lines;
     const int64_t num_strips = (end - first + STRIP_COLUMNS - 1) / STRIP_COLUMNS, strip_size = shape.key_dim * STRIP_COLUMNS;
     float* const state = lines.resized(num_strips * strip_size);
-    // Calls body(own, place in the slot, count) for each row's numbers of each strip, in the slot's memory order.
+    // Calls body(own, place in the slot, count) for each row's numbers in each strip, in the order of the slot.
     const auto each_run = [&](auto&& body) {
         for (int64_t row = 0; row < shape.key_dim; ++row)
             for (int64_t strip = 0; strip < num_strips; ++strip)
@@ -395,12 +395,12 @@ void delta_rule_in(ThreadPool& threads, const RecurrenceShape& shape, const Head
     });
 }
 
-// Rows of a state of Mamba that are computed together: they stay in the L1 cache, and their sums in registers.
+// Rows of a Mamba state that are computed together: the rows stay in the L1 cache, and their sums in registers.
 constexpr int64_t STATE_ROWS = 16;
 constexpr int ROWS_OF_SUMS = 4;
 
-// Computes one token for the rows of a state [STATE_ROWS][size]. numbers: each row's factor of the key, then its
-// product with the query. decay(row, at): the decay of one register of a row.
+// Computes one token for rows of a state, [STATE_ROWS][size]. numbers: each row's factor of the key, replaced by its
+// product with the query. decay(row, at) returns the decay of a register of a row.
 template <typename Decay>
 inline void scan_token(float* state, int64_t size, const float* query, const float* key, Decay&& decay, float* numbers) {
     for (int64_t first = 0; first < STATE_ROWS; first += ROWS_OF_SUMS) {
@@ -436,7 +436,7 @@ inline __attribute__((noinline)) void mamba2_token(float* state, int64_t size, c
 struct Mamba1 {
     const float *time_steps, *decay, *skip;
 
-    // Some rows of the state.
+    // The parameters of some rows of the state.
     class Rows {
       public:
         Rows(const Mamba1& own, const RecurrenceShape& shape, int64_t, int64_t begin, int64_t count, int64_t size)
@@ -448,7 +448,7 @@ struct Mamba1 {
                              decay_ + row * size, size);
             load_numbers(own.skip + begin, count, skip_, STATE_ROWS);
         }
-        // numbers: the inputs, then the outputs.
+        // numbers: the inputs, replaced by the outputs.
         void compute(int64_t token, float* state, int64_t size, const float* query, const float* key,
                      float* numbers) const {
             float steps[STATE_ROWS], skipped[STATE_ROWS];
@@ -495,7 +495,7 @@ struct Mamba2 {
     };
 };
 
-// Computes some rows of one head.
+// Computes some rows of a head.
 template <typename T, typename Mamba>
 void scan_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba& own, States<float> states,
                const Pieces& pieces, int64_t head, int64_t first, int64_t end, Heads<T> outputs) {

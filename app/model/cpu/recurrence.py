@@ -1,4 +1,4 @@
-"""Operators with a recurrent state for CPUs, in C++. `TorchRecurrence` is the reference, and serves other machines."""
+"""Recurrent operators for CPUs in C++. `TorchRecurrence` is their reference, and replaces them without a compiler."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from app.model.recurrence import ACTIVATIONS, StatePieces, check_heads, check_sl
 
 
 class NativeRecurrence:
-    """The operators of `Recurrence`, for rows and states of any size in host memory."""
+    """Implements `Recurrence` for tensors of any size in host memory."""
 
     def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads
 
     @staticmethod
     def why_not(dtype: torch.dtype) -> str | None:
-        """Return why this code cannot compute a model of a type; None if it can."""
+        """Return why the C++ code does not support models of a type, in words; None if it does."""
         if dtype not in DTYPES:
-            return f"the C++ computes {' and '.join(map(str, DTYPES))}, not {dtype}"
+            return f"the C++ code supports {' and '.join(map(str, DTYPES))}, not {dtype}"
         return "there is no C++ compiler" if library() is None else None
 
     def short_convolution(
@@ -83,7 +83,7 @@ class NativeRecurrence:
         pieces: StatePieces,
     ) -> torch.Tensor:
         check_slots(states, torch.float32, inputs.shape[1], inputs_to_state.shape[1])
-        # One head, whose numbers are the channels.
+        # The channels form a single head.
         query, key, value = (each[:, None] for each in (state_to_outputs, inputs_to_state, inputs))
         output = self._over_heads("mamba1", query, key, value, (time_steps, decay, skip), states, pieces)
         return output[:, 0]
@@ -116,10 +116,10 @@ class NativeRecurrence:
         scale: float = 1.0,
         normalises: bool = False,
     ) -> torch.Tensor:
-        """Compute one of the operators on heads. See `HeadRows` in recurrence.h.
+        """Run an operator that works on heads. See `HeadRows` in recurrence.h.
 
-        query, key, value: [num_tokens, num_heads, dim] each. numbers: the other tensors, which the C++ code reads as
-        float32, in its order.
+        query, key, value: [num_tokens, num_heads, dim] each. numbers: the operator's other inputs, in the order of the
+        C++ function's arguments. They are passed as float32.
         """
         query, key, value = map(with_contiguous_rows, (query, key, value))
         kept = [each.float().contiguous() for each in numbers]

@@ -1,4 +1,4 @@
-// The innermost loops of matrices and of attention, whose sums stay in the CPU's registers.
+// The innermost loops of matrix products and attention, whose sums must stay in the CPU's registers.
 #pragma once
 
 #include <type_traits>
@@ -8,10 +8,10 @@
 
 namespace carousel {
 
-// A register. GCC keeps arrays of larger vectors in memory, which is ten times slower.
+// The numbers in a register. GCC keeps arrays of larger vectors in memory, which is ten times slower.
 #if defined(__AVX512F__)
 constexpr int PART_LANES = 16;
-constexpr int MOST_SUMS = 24;  // Vectors that fit in registers together with their factors
+constexpr int MOST_SUMS = 24;  // vectors that fit in registers together with their factors
 #elif defined(__AVX__)
 constexpr int PART_LANES = 8;
 constexpr int MOST_SUMS = 6;
@@ -30,19 +30,19 @@ constexpr bool MULTIPLIES_BF16 = true;
 constexpr bool MULTIPLIES_BF16 = false;
 #endif
 
-// Rows of bfloat16 numbers that are converted to float32 in advance. Without a bfloat16 instruction, each product would
+// Rows of bfloat16 that are converted to float32 in advance, because without a bfloat16 instruction every product would
 // convert its number again.
 struct Widened {};
-// The form of rows for products with units of a type.
+// The form in which rows are multiplied by units of a type.
 template <typename T>
 using Factor = std::conditional_t<std::is_same_v<T, bf16> && !MULTIPLIES_BF16 && !amx::IS_BUILT, Widened, T>;
 template <typename T>
-constexpr int FACTOR_WORDS = std::is_same_v<Factor<T>, Widened> ? 2 : 1;  // words of a row, for each unit
+constexpr int FACTOR_WORDS = std::is_same_v<Factor<T>, Widened> ? 2 : 1;  // words of a row per unit
 
 template <typename T>
 constexpr int64_t words_of(int64_t count) { return FACTOR_WORDS<T> * count / PER_UNIT<T>; }  // of `count` numbers
 
-// Stores some numbers of a row, rounded to the type.
+// Stores numbers of a row, rounded to the type.
 template <typename T>
 inline void store_factors(Vector x, uint32_t* row, int64_t at) {
     if constexpr (std::is_same_v<Factor<T>, Widened>)
@@ -60,7 +60,7 @@ inline void copy_factors(const T* from, int64_t count, uint32_t* row) {
         std::memcpy(row, from, count * sizeof(T));
 }
 
-// Computes the sums of `add_products` in registers.
+// The body of `add_products`, with the sums in registers.
 template <typename T, int ROWS, int WIDTH>
 inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[ROWS][WIDTH * PARTS],
                                                             const uint32_t* const (&places)[WIDTH],
@@ -76,7 +76,7 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
         return WordsPart{} + fours[row / 4][(row % 4 == 3 ? stride_of_3 : row % 4 * row_stride) + word];
     };
     for (int64_t unit = 0; unit < num_units; ++unit) {
-        // One address serves four rows. GCC would make one for each row, which is more than there are registers.
+        // One address serves four rows. GCC would use one per row, which is more than there are registers.
 #pragma GCC unroll 16
         for (int four = 0; four < FOURS; ++four) __asm__("" : "+r"(fours[four]));
         __asm__("" : "+r"(stride_of_3), "+r"(row_stride));
@@ -123,7 +123,7 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
     }
 }
 
-// This is not inlined: GCC keeps the sums in memory if it sees them used as larger vectors afterwards.
+// Not inlined, because GCC keeps the sums in memory if it sees that they are used as larger vectors afterwards.
 template <typename T, int ROWS, int WIDTH>
 __attribute__((noinline)) void add_parts(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&places)[WIDTH],
                                          const uint32_t* const (&ahead)[WIDTH], int64_t stride, int64_t ahead_stride,
@@ -134,8 +134,8 @@ __attribute__((noinline)) void add_parts(Vector (&sums)[ROWS][WIDTH], const uint
     std::memcpy(sums, parts, sizeof(parts));
 }
 
-// sums[row][place] += units of a place × units of a row, unit by unit. A place's units are `stride` apart. Each unit
-// prefetches one of `ahead`, `ahead_stride` apart. mask: applied to the units of all places; may remove upper halves.
+// sums[row][place] += units of a place × units of a row, unit by unit. A place's units are `stride` apart. With each
+// unit, one of `ahead` is prefetched, `ahead_stride` apart. mask: applied to all places' units, to clear upper halves.
 template <typename T, int ROWS, int WIDTH>
 inline void add_products(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&places)[WIDTH],
                          const uint32_t* const (&ahead)[WIDTH], int64_t stride, int64_t ahead_stride,
@@ -146,12 +146,12 @@ inline void add_products(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&pl
         add_parts<T, ROWS, WIDTH>(sums, places, ahead, stride, ahead_stride, rows, row_stride, num_units, mask);
 }
 
-// Four bytes × four bytes, unsigned weights and signed inputs from -127 to 127, summed in 32 bits. All variants are
-// exact, so all give the same bits.
+// How four unsigned weights × four signed inputs from -127 to 127 are summed in 32 bits. All variants are exact, so
+// their results are equal.
 enum class Dot {
     BYTES,   // one instruction
     HALVES,  // one instruction for weights of 4 bits
-    SHORTS,  // two instructions for weights of 4 bits, summed in 16 bits; eight fit: 8 × 2 × 15 × 127 < 2^15
+    SHORTS,  // two instructions for weights of 4 bits, with sums in 16 bits; eight fit, as 8 × 2 × 15 × 127 < 2^15
     PLAIN,
 };
 #if defined(__AVX512VNNI__) && !defined(CAROUSEL_PLAIN_INT8)
@@ -191,7 +191,7 @@ inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) 
 }
 #endif
 
-// Sums of `dot` in 32 bits, times a factor.
+// Returns sums of `dot` in 32 bits, times a factor.
 inline IntegersPart widened(IntegersPart sums, [[maybe_unused]] int16_t factor) {
     if constexpr (DOT != Dot::SHORTS) return sums * factor;
 #if defined(__AVX512BW__)
@@ -201,7 +201,7 @@ inline IntegersPart widened(IntegersPart sums, [[maybe_unused]] int16_t factor) 
 #endif
 }
 
-// Call between two operations on a sum. Without it, GCC unrolls loops over many sums further, and keeps them in memory.
+// Call between two operations on a sum. Otherwise GCC unrolls loops over many sums further, and keeps them in memory.
 template <typename V>
 inline void keep_in_register([[maybe_unused]] V& sum) {
 #if defined(__AVX512F__)
@@ -211,7 +211,7 @@ inline void keep_in_register([[maybe_unused]] V& sum) {
 #endif
 }
 
-// The number of rows, and of registers of columns, whose sums fit in registers.
+// How many rows, and registers of columns, have sums that fit in registers.
 constexpr int DOT_WIDTH = DOT == Dot::BYTES && PARTS == 1 ? 2 : 1;
 constexpr int DOT_ROWS = DOT == Dot::PLAIN ? 2 : DOT == Dot::SHORTS && PARTS == 2 ? 6 : DOT_WIDTH == 2 ? 8 : 12;
 

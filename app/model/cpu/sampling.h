@@ -11,9 +11,9 @@
 
 namespace carousel {
 
-struct Draw {
-    int64_t seed, position, top_k;  // top_k 0: none
-    float temperature, top_p, min_p;
+struct Draw {  // fields as in sampler.py: `DRAW_INTEGERS` after the position, then `DRAW_FLOATS`
+    int64_t position, seed, top_k;  // top_k 0: none
+    float temperature, top_p, min_p, top_n_sigma;  // top_n_sigma 0: none
 };
 
 typedef uint64_t Longs __attribute__((vector_size(8 * 8)));
@@ -160,6 +160,31 @@ inline void filter(const Draw& draw, float most, DrawScratch& scratch) {
     keep(draw.top_p < 1.0f ? find_edge(scratch, weights.data(), most, mass) : NO_EDGE, draw.min_p);
 }
 
+// Returns the least logit that top-n-sigma keeps (Tang et al., 2024): `num_sigmas` standard deviations below the
+// greatest. Only finite logits count. Sums are in double, so that their order hardly ever changes the float.
+inline float least_near_greatest(const float* logits, int64_t vocab_size, float num_sigmas) {
+    typedef double Doubles __attribute__((vector_size(LANES * 8)));
+    const Vector infinite = Vector{} + std::numeric_limits<float>::infinity();
+    Vector most = -infinite;
+    Doubles sums = {}, squares = {}, numbers = {};
+    for (int64_t at = 0; at < vocab_size; at += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, vocab_size - at);
+        Vector row = load_some(logits + at, count);
+        for (int64_t lane = count; lane < LANES; ++lane) row[lane] = infinite[lane];
+        const Integers counts = (row > -infinite) & (row < infinite);
+        most = counts & (row > most) ? row : most;
+        const Doubles logit = __builtin_convertvector(counts ? row : Vector{}, Doubles);
+        sums += logit, squares += logit * logit, numbers -= __builtin_convertvector(counts, Doubles);
+    }
+    double sum = 0.0, square = 0.0, number = 0.0, greatest = most[0];
+    for (int lane = 0; lane < LANES; ++lane) {
+        sum += sums[lane], square += squares[lane], number += numbers[lane];
+        greatest = std::max<double>(greatest, most[lane]);
+    }
+    const double mean = sum / std::max(number, 1.0), variance = square / std::max(number, 1.0) - mean * mean;
+    return float(greatest - num_sigmas * std::sqrt(std::max(variance, 0.0)));
+}
+
 // Draws one token. logits: [vocab_size].
 inline int64_t draw_token(const float* logits, int64_t vocab_size, const Draw& draw) {
     static thread_local DrawScratch scratch;
@@ -167,9 +192,13 @@ inline int64_t draw_token(const float* logits, int64_t vocab_size, const Draw& d
     const int64_t padded = (vocab_size + LANES - 1) / LANES * LANES;
     scores.resize(padded);
     std::fill(scores.begin() + vocab_size, scores.end(), -std::numeric_limits<float>::infinity());
+    const bool has_least = draw.top_n_sigma > 0.0f;
+    const Vector least = Vector{} + (has_least ? least_near_greatest(logits, vocab_size, draw.top_n_sigma) : 0.0f);
     for (int64_t at = 0; at < vocab_size; at += LANES) {
         const int64_t count = std::min<int64_t>(LANES, vocab_size - at);
-        store_some(load_some(logits + at, count) / draw.temperature, &scores[at], count);
+        Vector row = load_some(logits + at, count);
+        if (has_least) row = row >= least ? row : Vector{} - std::numeric_limits<float>::infinity();
+        store_some(row / draw.temperature, &scores[at], count);
     }
     if (draw.top_k > 0 || draw.top_p < 1.0f || draw.min_p > 0.0f)
         filter(draw, scores[first_greatest(scores.data(), padded)], scratch);

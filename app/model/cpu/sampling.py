@@ -14,7 +14,7 @@ import torch
 from app.engine.batch import ScheduledSequence
 from app.model.cpu.library import Adjustments, Draw, ThreadPool
 from app.model.logprobs import Logprobs
-from app.model.sampler import Sampler, joined_masks
+from app.model.sampler import Sampler, draw_numbers, joined_masks
 
 _DRAW, _ADJUSTMENTS = Draw.packing(), Adjustments.packing()
 
@@ -28,11 +28,9 @@ class NativeSampler(Sampler):
     def draw(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         logits = logits.float().contiguous()
         numbers: list[float] = []
-        all_bits = 2**64 - 1
         for item in items:
-            sampling = item.sampling
-            numbers += (sampling.seed & all_bits, item.end, sampling.top_k or 0)
-            numbers += (sampling.temperature, sampling.top_p, sampling.min_p)
+            numbers.append(item.end)
+            numbers += draw_numbers(item.sampling)
         draws = struct.pack("=" + _DRAW * len(items), *numbers)
         where = _rows_at(rows)
         tokens = torch.empty(len(items), dtype=torch.long)
@@ -66,17 +64,10 @@ class NativeSampler(Sampler):
     def logprobs(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
         logits, token_ids = logits.float().contiguous(), token_ids.contiguous()
         where = _rows_at(rows)
-        num_rows = len(rows)
-        found = Logprobs(
-            torch.empty(num_rows),
-            torch.empty(num_rows),
-            torch.empty(num_rows, dtype=torch.long),
-            torch.empty(num_rows, num_top, dtype=torch.long),
-            torch.empty(num_rows, num_top),
-        )
+        found = Logprobs.empty(len(rows), num_top, logits.device)
         self._threads.code.carousel_logprobs(
             self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), token_ids.data_ptr(),
-            num_rows, num_top, *(column.data_ptr() for column in found),
+            len(rows), num_top, *(column.data_ptr() for column in found),
         )  # fmt: skip
         return found
 

@@ -1,9 +1,9 @@
-"""Packed weights in memory that the processes of a machine share: the first process packs them, the others map them.
+"""Shares packed weights among the processes of a machine: the first process packs them, later ones map them.
 
-The memory is a file without a folder (memfd) in large pages. Its name has a digest of everything that the packed
-weights depend on. Processes find the file by this name among the open files of this user's processes, and it exists
-while one of them has it open. A complete file is sealed: nothing can write it any more, and only sealed files are
-mapped. So a process that ends while it packs leaves nothing behind.
+The memory is an anonymous file (memfd) in large pages. Its name includes a digest of everything that the packed weights
+depend on. A process finds the file by this name among the open files of the user's processes; it exists as long as one
+of them has it open. A complete file is sealed, so that nobody can write to it, and only sealed files are mapped. A
+process that ends while it packs leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from app.progress import step_within
 logger = logging.getLogger(__name__)
 
 LARGE_PAGE = 2**21
-_GROWTH = 16 * LARGE_PAGE  # each growth needs a system call that waits for all cores
-_SIZE_BYTES = 8  # of the number at the end of a file
+_GROWTH = 16 * LARGE_PAGE  # in large steps, because growing the file needs a system call that waits for all cores
+_SIZE_BYTES = 8  # the length of the number that ends a file
 _NAME = "carousel-weights"
-# Linux constants that Python lacks, equal on x86 and Arm.
+# Linux constants that Python does not define. They are equal on x86 and Arm.
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
 _WHOLE = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -53,16 +53,17 @@ Pack = Callable[[Allocate], NativeWeights]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The processes that share weights: all with the same digest."""
+    """Which processes share weights: all of a NUMA node that pass the same digest."""
 
-    digest: str  # of the model's files, and of everything else that packed weights depend on
-    folder: Path  # has a lock file, so that only one process packs
+    digest: str  # of the model's files and everything else that the packed weights depend on
+    folder: Path  # for a lock file, so that only one process packs at a time
 
 
 def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
-    """Return weights of another process, or pack them. Their memory is freed with the last of their tensors.
+    """Return weights that another process has packed, or pack them. Falls back to private memory if sharing fails.
 
-    pack: reads and packs the weights into given memory. sharing: None to share with no other process.
+    The memory is unmapped with the last tensor in it. pack: packs the weights with the allocator that is passed to it.
+    sharing: None to share with no other process.
     """
     try:
         return _weights_in(_packed(pack, _NAME) if sharing is None else _found_or_packed(pack, sharing))
@@ -72,7 +73,7 @@ def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
 
 
 def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
-    """Return a descriptor of a complete file, shared by the processes on one NUMA node."""
+    """Return a descriptor of a complete file, which only processes on the same NUMA node share."""
     name = "-".join(filter(None, (_NAME, sharing.digest, numa_nodes_of_thread())))
     without = "replicas that start at the same time do not share their weights"
     with locked_if_possible(sharing.folder / f"{name}.lock", without=without, waiting=_waiting):
@@ -84,7 +85,7 @@ def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
 
 
 def _packed(pack: Pack, name: str) -> int:
-    """Return a descriptor of a new file."""
+    """Pack the weights into a new file and return a descriptor of it."""
     began = time.monotonic()
     with _GrowingFile(name) as file:
         descriptor = file.finish(pack(file.allocate).layout(file.memory))
@@ -96,7 +97,7 @@ def _packed(pack: Pack, name: str) -> int:
 
 
 def _weights_in(descriptor: int) -> NativeWeights:
-    """Return views of a complete file. The last view closes the file; until then other processes can find the file."""
+    """Return views of a complete file. It stays open, so that other processes can find it, until the last view dies."""
     num_bytes, layout = _layout_in(descriptor)
     addresses = _Addresses(num_bytes)
     addresses.map(descriptor)
@@ -112,25 +113,25 @@ def _waiting() -> Iterator[None]:
 
 
 class _Addresses:
-    """Reserved addresses, until nothing refers to their memory."""
+    """A range of reserved addresses, which is released when nothing refers to `memory` any more."""
 
     def __init__(self, num_bytes: int) -> None:
-        """num_bytes: a multiple of large pages. Raises OSError if the addresses cannot be reserved."""
+        """num_bytes: a multiple of `LARGE_PAGE`. Raises OSError if the addresses cannot be reserved."""
         reserved = _mapped(None, num_bytes + LARGE_PAGE, _PROT_NONE)
         self._start, self._num_bytes = -(-reserved // LARGE_PAGE) * LARGE_PAGE, num_bytes
         self.memory: ctypes.Array[Any] = (ctypes.c_uint8 * num_bytes).from_address(self._start)
         weakref.finalize(self.memory, _libc.munmap, reserved, num_bytes + LARGE_PAGE).atexit = False
 
     def map(self, descriptor: int) -> None:
-        """Map a complete file, read-only."""
+        """Map a complete file read-only, and load its pages now instead of on first use."""
         _mapped(self._start, self._num_bytes, mmap.PROT_READ, descriptor)
         _libc.madvise(self._start, self._num_bytes, _MADV_POPULATE_READ)
 
     def map_to_write(self, descriptor: int, first: int, end: int) -> bool:
-        """Map a part of a file: whole large pages without content. Return whether the pages are large.
+        """Map an empty part of a file, which must consist of whole large pages. Return whether the pages are large.
 
-        A page becomes large when one of its small pages exists. From Linux 6.1 on, this works even if the system does
-        not use large pages for shared memory by itself (`shmem_enabled`).
+        Collapsing small pages into a large one requires that one of them exists. From Linux 6.1 on, this works even if
+        the system does not use large pages for shared memory on its own (`shmem_enabled`).
         """
         start = self._start + first
         _mapped(start, end - first, mmap.PROT_READ | mmap.PROT_WRITE, descriptor, first)
@@ -144,10 +145,10 @@ class _Addresses:
 
 
 class _GrowingFile:
-    """Memory into which weights are packed one after another."""
+    """A file in memory that grows while weights are packed into it. Leaving its context unmaps and closes it."""
 
     def __init__(self, name: str) -> None:
-        most_bytes = 2**40  # limit for a model's weights: addresses reserved while packing
+        most_bytes = 2**40  # limit for a model's weights; reserving addresses takes no memory
         self._addresses = _Addresses(most_bytes)
         self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self._descriptor, 0o600)
@@ -167,11 +168,11 @@ class _GrowingFile:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes in use, rounded up to large pages."""
+        """The bytes in use, rounded up to whole large pages."""
         return -(-self._used // LARGE_PAGE) * LARGE_PAGE
 
     def allocate(self, *shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        assert device is None or device.type == "cpu", "sizes alone need no file"
+        assert device is None or device.type == "cpu", "tensors on the meta device need no file"
         alignment = 64  # bytes of a cache line
         offset, count = -(-self._used // alignment) * alignment, prod(shape)
         self._used = offset + count * dtype.itemsize
@@ -184,7 +185,7 @@ class _GrowingFile:
         return torch.frombuffer(self.memory, dtype=dtype, offset=offset, count=count).view(shape)
 
     def finish(self, layout: bytes) -> int:
-        """Return a read-only descriptor of the file, which nothing can write any more."""
+        """Append the layout, seal the file, and return a read-only descriptor of it."""
         os.ftruncate(self._descriptor, self.num_bytes)
         os.pwrite(self._descriptor, layout + self.num_bytes.to_bytes(_SIZE_BYTES, "little"), self.num_bytes)
         self._addresses.unmap()
@@ -193,14 +194,14 @@ class _GrowingFile:
 
 
 def _layout_in(descriptor: int) -> tuple[int, bytes]:
-    """Return the number of bytes of weights, which the file's end gives, and the layout stored after the weights."""
+    """Return the size of the weights, which is the last number in the file, and the layout stored before it."""
     end = os.fstat(descriptor).st_size - _SIZE_BYTES
     num_bytes = int.from_bytes(os.pread(descriptor, _SIZE_BYTES, end), "little")
     return num_bytes, os.pread(descriptor, end - num_bytes, num_bytes)
 
 
 def _find(name: str) -> int | None:
-    """Return a descriptor of a complete file with this name that a process of this user has open; None without one."""
+    """Return a descriptor of a complete file that a process of this user has open under this name, or None."""
     for path in _open_files(f"/memfd:{name} (deleted)"):
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -230,7 +231,7 @@ def _target_of(link: str) -> str | None:
 
 
 def _mapped(address: int | None, num_bytes: int, protection: int, descriptor: int = -1, offset: int = 0) -> int:
-    """Map a file or, without a descriptor, nothing; replaces the mapping at a given address. Raises OSError."""
+    """Map a file, or private memory without a descriptor. Replaces any mapping at `address`. Raises OSError."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE if descriptor < 0 else mmap.MAP_SHARED
     flags = kind if address is None else kind | _MAP_FIXED
     found: int | None = _libc.mmap(address, num_bytes, protection, flags, descriptor, offset)

@@ -1,4 +1,4 @@
-// Matrices in a GGUF file's own types: reads ggml's blocks, packs them into strips, multiplies strips.
+// Matrices in the types of a GGUF file: reads ggml's blocks, packs them into strips, and multiplies strips.
 
 #include "stored.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 // ------------------------------------------------------------------ ggml's blocks
 
-// The numbers of ggml's types, as in `GGMLQuantizationType` of the gguf package.
+// ggml's numbers of its types, as in `GGMLQuantizationType` of the gguf package.
 enum Type : int64_t { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23 };
 
 struct Format {
@@ -53,18 +53,18 @@ float from_half(uint16_t bits) {
     return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-// Returns -(2^power) times a number in float16, which must have room for the result.
+// Returns -(2^power) times a number in float16, which must be able to represent the result.
 uint16_t negative_multiple(uint16_t bits, int power) {
     if ((bits & 0x7fff) == 0) return bits;
     int exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
-    for (; exponent == 0 && power > 0; --power) {  // a denormal number
+    for (; exponent == 0 && power > 0; --power) {  // the number is denormal
         mantissa <<= 1;
         if (mantissa & 0x400) exponent = 1, mantissa &= 0x3ff;
     }
     return uint16_t(((bits ^ 0x8000) & 0x8000) | std::min(exponent + power * (exponent > 0), 30) << 10 | mantissa);
 }
 
-// One column of a ggml block or of a group, in the form in which the lines of a strip hold it.
+// A column of a ggml block or group, as the lines of a strip store it.
 struct Unpacked {
     uint16_t factors[2];
     int8_t bytes[PAIRS_OF_BLOCK][4];
@@ -81,7 +81,7 @@ struct Unpacked {
 
 constexpr int8_t NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// Unpacks sixteen bytes with two numbers each: inputs 0 to 15, then 16 to 31.
+// Unpacks sixteen bytes of two numbers each: first inputs 0 to 15, then inputs 16 to 31.
 void unpack_halves(const uint8_t* from, uint8_t* to) {
     for (int at = 0; at < 16; ++at) to[at] = from[at] & 15, to[at + 16] = from[at] >> 4;
 }
@@ -91,7 +91,7 @@ void unpack_nonlinear(const uint8_t* from, uint8_t* to) {
     for (int at = 0; at < GROUP; ++at) to[at] = uint8_t(NONLINEAR[to[at]] + 128);
 }
 
-// Unpacks 32 bytes with the lower and upper numbers of 64 inputs, four times.
+// Unpacks four times 32 bytes, which store 64 inputs in their lower and upper halves.
 void unpack_pairs(const uint8_t* from, uint8_t* to) {
     for (int64_t pair = 0; pair < PAIRS_OF_BLOCK; ++pair, from += GROUP, to += 2 * GROUP)
         for (int64_t at = 0; at < GROUP; ++at) to[at] = from[at] & 15, to[at + GROUP] = from[at] >> 4;
@@ -169,7 +169,7 @@ void unpack(int64_t type, const uint8_t* from, Unpacked& to) {
 
 // ------------------------------------------------------------------ strips
 
-// Writes the numbers of one column's group into its lines, four inputs at a time.
+// Writes the numbers of a column's group to its lines, four inputs at a time.
 void put_numbers(int bits, const uint8_t* numbers, uint32_t* lines, int64_t lane) {
     uint32_t units[8], upper[2] = {};
     std::memcpy(units, numbers, sizeof(units));
@@ -230,7 +230,7 @@ inline IntegersPart pair_products(WordsPart left, WordsPart right) {
 }
 #endif
 
-// Returns the factor for `scaled` from one half of the pairs of int16.
+// Returns the factor for `scaled` from one half of pairs of int16.
 template <int HALF>
 inline WordsPart factor_of(WordsPart pairs) {
     if constexpr (DOT == Dot::SHORTS)
@@ -253,8 +253,8 @@ inline WordsPart load_part(const uint32_t* from) {
     return words;
 }
 
-// Converts float16 in the lower half of each word to float32. Scales are often denormal numbers, with which some CPUs
-// compute slowly.
+// Converts float16 in the lower half of each word to float32. Scales are often denormal, with which some CPUs compute
+// slowly.
 inline FloatPart from_halves(WordsPart bits) {
 #if defined(__AVX512F__)
     return (FloatPart)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
@@ -271,7 +271,7 @@ inline FloatPart from_halves(WordsPart bits) {
 #endif
 }
 
-// Bytes 0 and 2, and bytes 1 and 3, of each word as int16.
+// Bytes 0 and 2 of each word as int16, and bytes 1 and 3.
 struct BytePairs {
     WordsPart even, odd;
 };
@@ -281,7 +281,7 @@ inline BytePairs bytes_of(const uint32_t* from) {
     return {(WordsPart)(bytes << 8 >> 8), (WordsPart)(bytes >> 8)};
 }
 
-// Returns the numbers of unit UNIT of a group in each column.
+// Returns the numbers of unit UNIT of a group for each column.
 template <int BITS, int UNIT>
 inline WordsPart numbers_at(const uint32_t* lines) {
     if constexpr (BITS == 8) return load_part(lines + UNIT * LANES);
@@ -299,16 +299,16 @@ inline WordsPart numbers_at(const uint32_t* lines) {
     return numbers;
 }
 
-// The number of units whose products fit into sums of 16 bits: 2 × (2^BITS - 1) × 127 each.
+// How many units' products, of at most 2 × (2^BITS - 1) × 127, fit into sums of 16 bits.
 template <int BITS>
 constexpr int TOGETHER = DOT != Dot::SHORTS || BITS == 4 || BITS == 8 ? 8 : BITS == 5 ? 4 : 2;
 
-// Whether a product of bytes does not fit. If so, the two halves of the weights have separate sums.
+// Whether not even one product fits, so that the two halves of weights are summed separately.
 template <int BITS>
 constexpr bool IN_HALVES = BITS == 8 && (DOT == Dot::HALVES || DOT == Dot::SHORTS);
 
-// The addresses of ROWS rows of inputs: one address serves four rows. GCC would make one for each row, which is more
-// than there are registers.
+// The addresses of ROWS rows of inputs. One address serves four rows: GCC would use one per row, which is more than
+// there are registers.
 template <int ROWS>
 struct Inputs {
     const uint32_t* fours[(ROWS + 3) / 4];
@@ -330,7 +330,7 @@ struct Inputs {
     }
 };
 
-// Adds the products of unit UNIT of a group.
+// Adds the products of a group's unit UNIT.
 template <int BITS, int UNIT, int SUMS, int ROWS>
 inline __attribute__((always_inline)) void add_unit(IntegersPart (&own)[SUMS][ROWS], const uint32_t* lines,
                                                     Inputs<ROWS>& inputs) {
@@ -348,7 +348,7 @@ inline __attribute__((always_inline)) void add_unit(IntegersPart (&own)[SUMS][RO
     }
 }
 
-// sums[row] += factor × products of units FIRST to END of a group.
+// sums[row] += factor × products of a group's units FIRST to END.
 template <int BITS, int FIRST, int END, int ROWS>
 inline __attribute__((always_inline)) void add_units(IntegersPart (&sums)[ROWS], const uint32_t* lines,
                                                      Inputs<ROWS>& inputs, WordsPart factor) {
@@ -380,7 +380,7 @@ inline void store_totals(const FloatPart (&totals)[ROWS][PARTS], int half, Vecto
             std::memcpy(reinterpret_cast<FloatPart*>(&results[row][half]) + part, &totals[row][part], sizeof(FloatPart));
 }
 
-constexpr int64_t AHEAD = 32;  // lines that are prefetched; the next strip follows a strip
+constexpr int64_t AHEAD = 32;  // lines to prefetch; they may belong to the next strip
 
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_groups(const QuantisedRows& inputs, int64_t num_inputs, const uint32_t* lines, int half,
@@ -410,7 +410,7 @@ template <int BITS, int ROWS>
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_blocks(const BlockRows& inputs, int64_t num_inputs, const uint32_t* lines, int half,
                                        Vector (*results)[2]) {
-    constexpr bool HAS_HALVES = BITS == 6;  // of a group, with one scale each
+    constexpr bool HAS_HALVES = BITS == 6;  // of a group, each of which has a scale
     constexpr int64_t LINES = 1 + PAIRS_OF_BLOCK + GROUPS_OF_BLOCK * BITS;
     const int64_t blocks = num_inputs / BLOCK;
     FloatPart totals[ROWS][PARTS] = {};
@@ -480,7 +480,7 @@ void multiply_rows(StripKind kind, const uint32_t* from, const StoredRows& input
 void multiply_strip(const Strip& strip, const uint32_t* from, int rows, const StoredRows& inputs, int64_t num_inputs,
                     int half, Vector (*sums)[2]) {
     const auto kind = StripKind(strip.kind);
-    // Only some numbers of rows have code, because each one takes seconds to compile. Other numbers compute extra rows.
+    // There is code only for some numbers of rows, because each takes seconds to compile. Others compute extra rows.
 #define CASE(ROWS)                                   \
     if constexpr (ROWS <= STRIP_ROWS)                \
         if (rows <= ROWS) return multiply_rows<ROWS>(kind, from, inputs, num_inputs, half, sums);
@@ -502,12 +502,12 @@ void read_strip(const Strip& strip, const uint32_t* from, int64_t lane, int64_t 
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Up to LANES rows of a file's tensor, for one strip.
+// The source of a strip: up to LANES rows of a file's tensor.
 struct StripSource {
     int64_t type, address, num_rows, line;
 };
 
-// Packs rows of `num_inputs` weights into strips of a matrix. Missing columns become zeros.
+// Packs rows of `num_inputs` weights into the strips of a matrix. Missing columns are filled with zeros.
 void carousel_pack_stored(void* threads, const StripSource* sources, int64_t num_strips, int64_t num_inputs,
                           uint32_t* matrix) {
     ThreadPool& members = *static_cast<ThreadPool*>(threads);
@@ -530,16 +530,16 @@ void carousel_pack_stored(void* threads, const StripSource* sources, int64_t num
     });
 }
 
-// How inputs for a matrix of a type are rounded: IN_GROUPS or IN_BLOCKS.
+// Returns how inputs for matrices of a type are rounded, IN_GROUPS or IN_BLOCKS.
 int64_t carousel_stored_form(int64_t type) { return has_blocks(format_of(type).kind) ? IN_BLOCKS : IN_GROUPS; }
 
-// The number of lines of a strip; -1 for a type without strips.
+// Returns the number of lines of a strip, or -1 for an unsupported type.
 int64_t carousel_stored_lines(int64_t type, int64_t num_inputs) {
     const StripKind kind = format_of(type).kind;
     return kind == PLAIN ? -1 : num_inputs / inputs_of(kind) * lines_of(kind);
 }
 
-// Computes the weights of blocks, one block after another.
+// Dequantises consecutive blocks.
 void carousel_dequantise(void* threads, int64_t type, const uint8_t* from, int64_t num_weights, float* to) {
     constexpr int64_t PIECE = 256;  // blocks
     const Format format = format_of(type);

@@ -1,8 +1,8 @@
-// Rows times a matrix in the types of a GGUF file.
+// Multiplies rows by a matrix in the types of a GGUF file.
 //
-// The formats are those of ggml in llama.cpp (`block_q4_K` and similar ones in ggml-common.h). A file stores its blocks
-// row by row. Here the LANES columns of a *strip* are adjacent, so that a register holds the same input of several
-// columns. Bits, scales and minima are unchanged: packing a matrix rounds nothing.
+// The formats are those of ggml in llama.cpp (`block_q4_K` and similar ones in ggml-common.h). A file stores blocks row
+// by row. Here, the LANES columns of a *strip* are interleaved, so that a register holds the same input of several
+// columns. Bits, scales and minima do not change, so packing a matrix rounds nothing.
 #pragma once
 
 #include "quantised.h"
@@ -10,14 +10,14 @@
 namespace carousel {
 
 constexpr int64_t GROUP = 32;   // inputs
-constexpr int64_t BLOCK = 256;  // inputs, as ggml's QK_K
+constexpr int64_t BLOCK = 256;  // inputs; ggml's QK_K
 constexpr int64_t GROUPS_OF_BLOCK = BLOCK / GROUP, PAIRS_OF_BLOCK = GROUPS_OF_BLOCK / 2;
 
-// The ways to round the inputs of stored matrices, as bits of `DecoderShape::weight_bits`; 4 and 8 are other formats.
+// How the inputs of stored matrices are rounded, as bits of `DecoderShape::weight_bits`, which is below 4 only then.
 constexpr int64_t IN_GROUPS = 1, IN_BLOCKS = 2;
 constexpr bool is_stored(int64_t bits) { return bits > 0 && bits < 4; }
 
-// The layout of a strip in memory, in lines of LANES units. stored_matrix.py has the number of PLAIN as well.
+// The layout of a strip in memory, in lines of LANES units. stored_matrix.py must use the same number for PLAIN.
 //   GROUPS_n, for each GROUP of inputs: a line with the scale (lower half) and the least weight (upper half) in
 //       float16, then n lines of numbers. A weight is scale × number + least.
 //   BLOCKS_n, for each BLOCK of inputs: a line with two factors in float16, four lines of bytes, then n lines of
@@ -30,9 +30,9 @@ constexpr bool is_stored(int64_t bits) { return bits > 0 && bits < 4; }
 // PLAIN: the whole matrix is not quantised and has the layout of matmul.h.
 enum StripKind : uint32_t { PLAIN, GROUPS_4, GROUPS_5, GROUPS_8, BLOCKS_4, BLOCKS_5, BLOCKS_6, BLOCKS_8 };
 
-// A matrix starts with one of these for each strip, padded to whole lines.
+// A matrix starts with a table of these, one for each strip, padded to whole lines.
 struct Strip {
-    uint32_t kind, line;  // line: from the start of the matrix
+    uint32_t kind, line;  // line: where the strip starts in the matrix
 };
 
 inline const Strip& strip_of(const uint32_t* matrix, int64_t column) {
@@ -40,12 +40,12 @@ inline const Strip& strip_of(const uint32_t* matrix, int64_t column) {
 }
 inline const uint32_t* numbers_of(const uint32_t* matrix, const Strip& strip) { return matrix + int64_t(strip.line) * LANES; }
 
-// Rows of inputs, rounded to int8 in blocks, as in ggml's Q8_K.
+// Rows of inputs, rounded to int8 in blocks like ggml's Q8_K.
 struct BlockRows {
     int8_t* numbers;  // [num_rows][num_inputs]
     float* scales;    // [num_rows][num_blocks]
-    // [num_rows][num_blocks][pairs of groups][3]: two int16 each, for the two groups of a pair. The three are the sums
-    // of the numbers in the first half of a group, in the second half, and in the whole group.
+    // [num_rows][num_blocks][pairs of groups][3], in pairs of int16 for the two groups. The three are the sums of the
+    // numbers in the first half of a group, in the second half, and in the whole group.
     uint32_t* sums;
 };
 
@@ -63,7 +63,7 @@ inline StoredRows rows_from(const StoredRows& rows, int64_t first, int64_t num_i
             {rows.blocks.numbers + block * BLOCK, rows.blocks.scales + block, rows.blocks.sums + block * SUM_WORDS}};
 }
 
-// Rounds a row in blocks; `size` is a multiple of BLOCK. A block with a NaN or an infinity gets such a scale.
+// Rounds a row in blocks. `size` must be a multiple of BLOCK. A NaN or infinity becomes its block's scale.
 template <typename T>
 inline void quantise_blocks(const T* from, int64_t size, const BlockRows& rows, int64_t row) {
     for (int64_t block = row * (size / BLOCK), end = block + size / BLOCK; block < end; ++block, from += BLOCK) {
@@ -90,15 +90,15 @@ inline void quantise_blocks(const T* from, int64_t size, const BlockRows& rows, 
 
 constexpr int STRIP_ROWS = DOT == Dot::PLAIN ? 2 : DOT == Dot::SHORTS && PARTS == 2 ? 6 : 12;
 
-// Computes the sums of at most STRIP_ROWS rows and a strip that is not PLAIN, into sums[row][half]. The inputs must
-// have memory for STRIP_ROWS rows, because all of it is read.
+// Computes sums[row][half] of at most STRIP_ROWS rows and a strip that is not PLAIN. Reads STRIP_ROWS rows, so the
+// inputs must have memory for them.
 void multiply_strip(const Strip& strip, const uint32_t* from, int rows, const StoredRows& inputs, int64_t num_inputs,
                     int half, Vector (*sums)[2]);
 
-// Reads the weights of a column of a strip that is not PLAIN, [num_inputs].
+// Dequantises a column of a strip that is not PLAIN, [num_inputs].
 void read_strip(const Strip& strip, const uint32_t* from, int64_t lane, int64_t num_inputs, float* to);
 
-// Like `multiply`, for stored matrices. inputs: the inputs before rounding, for a plain matrix.
+// Like `multiply`, for stored matrices. inputs: not rounded, for plain matrices.
 template <typename T, typename Sharing, typename Finish, typename Added = NothingAdded>
 void multiply_stored(Sharing& threads, const T* inputs, const StoredRows& rounded, int64_t num_rows, const Matrix& matrix,
                      Finish&& finish, const Added& added = {}) {
@@ -119,13 +119,13 @@ void multiply_stored(Sharing& threads, const T* inputs, const StoredRows& rounde
         finish, added);
 }
 
-// Returns where the strips from `column` on begin.
+// Returns where the strip that contains `column` starts.
 inline const uint32_t* stored_from(const Matrix& matrix, int64_t column) {
     const Strip& first = strip_of(matrix.panels, 0);
     return numbers_of(matrix.panels, first.kind == PLAIN ? first : strip_of(matrix.panels, column));
 }
 
-// Reads a column of a matrix.
+// Dequantises a column of a matrix.
 template <typename T>
 void read_stored_column(const Matrix& matrix, int64_t column, float* to) {
     const Strip& strip = strip_of(matrix.panels, strip_of(matrix.panels, 0).kind == PLAIN ? 0 : column);

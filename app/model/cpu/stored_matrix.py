@@ -1,4 +1,4 @@
-"""Matrices in a GGUF file's own types, and their form in memory for the C++ decoder: see `stored.h`."""
+"""Matrices in the quantised types of a GGUF file, and their layout for the C++ decoder. See `stored.h`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 
 from app.model.cpu.library import LANES, ThreadPool, library
 
-LINE = LANES  # units of 32 bits, as in the C++ sources
-_PLAIN = 0  # the kind of a matrix that is not quantised, as in the C++ sources
+LINE = LANES  # units of 32 bits in a line; must match the C++ sources
+_PLAIN = 0  # the kind of a matrix that is not quantised; must match the C++ sources
 
 
 class FileRows(NamedTuple):
-    """Some rows of a tensor in a GGUF file."""
+    """Rows of a tensor as a GGUF file stores them."""
 
-    kind: int  # the ggml number of their type
+    kind: int  # the number of the rows' ggml type
     blocks: torch.Tensor  # [num_rows, bytes of a row], uint8
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix [outputs, inputs] that a GGUF file stores quantised."""
+    """A matrix [outputs, inputs] that stays quantised in the types of a GGUF file. Its rows may differ in type."""
 
     pieces: tuple[FileRows, ...]  # in the order of the outputs
     num_inputs: int
-    dtype: torch.dtype  # the type of the matrix when it is multiplied out
+    dtype: torch.dtype  # the type of the dequantised matrix
 
     @property
     def shape(self) -> torch.Size:
@@ -46,7 +46,7 @@ class StoredMatrix:
         return self.pieces[0].blocks.new_zeros(shape, dtype=dtype or self.dtype)
 
     def in_runs(self, size: int, order: Callable[[int], Iterable[int]]) -> StoredMatrix:
-        """Return the matrix with its runs of `size` rows reordered. order: returns the order for a number of runs."""
+        """Return the matrix with its runs of `size` rows reordered. order: maps their number to the new order."""
         [piece] = self.pieces
         runs = torch.split(piece.blocks, size)
         return StoredMatrix(
@@ -54,12 +54,12 @@ class StoredMatrix:
         )
 
     def in_turn(self, other: StoredMatrix) -> StoredMatrix:
-        """Alternate LANES rows of this matrix with the LANES rows of the other matrix at the same place."""
+        """Return a matrix that alternates `LANES` rows of this matrix with `LANES` rows of the other."""
         pairs = zip(self._strips(), other._strips(), strict=True)
         return StoredMatrix(tuple(rows for pair in pairs for rows in pair), self.num_inputs, self.dtype)
 
     def multiplied_out(self) -> torch.Tensor:
-        """Return the matrix [outputs, inputs] in its dtype."""
+        """Return the dequantised matrix, [outputs, inputs] in `dtype`."""
         if self.is_meta:
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
         parts = [dequantised(piece, self.num_inputs).to(self.dtype) for piece in self.pieces]
@@ -72,13 +72,13 @@ class StoredMatrix:
 
 
 def can_be_stored(kind: int) -> bool:
-    """Return whether the C++ code multiplies matrices of a ggml type without converting them."""
+    """Return whether the C++ code multiplies matrices of a ggml type without dequantising them in memory."""
     code = library()
     return code is not None and code.carousel_stored_lines(kind, 0) >= 0
 
 
 def form_of(kind: int) -> int:
-    """Return the number of the way in which inputs of such a matrix are rounded, as in the C++ sources."""
+    """Return the C++ code's bit for the way in which it rounds the inputs of such a matrix."""
     code = library()
     assert code is not None, "such a matrix is only computed in native code"
     form: int = code.carousel_stored_form(kind)
@@ -87,12 +87,12 @@ def form_of(kind: int) -> int:
 
 @cache
 def _threads(number: int) -> ThreadPool:
-    """Return a cached pool: a mixture of experts has thousands of matrices."""
+    """Return a cached pool, because a mixture of experts dequantises thousands of matrices."""
     return ThreadPool(number)
 
 
 def dequantised(rows: FileRows, num_inputs: int) -> torch.Tensor:
-    """Return the weights of some rows, [num_rows, num_inputs] float32."""
+    """Return dequantised rows, [num_rows, num_inputs] float32."""
     if not can_be_stored(rows.kind):
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -106,7 +106,7 @@ def dequantised(rows: FileRows, num_inputs: int) -> torch.Tensor:
 
 
 class Layout:
-    """The places of strips in memory, for joined matrices."""
+    """The memory layout of joined matrices: where each strip of `LANES` rows is stored."""
 
     def __init__(self, matrices: Sequence[StoredMatrix]) -> None:
         self._num_inputs = matrices[0].num_inputs
@@ -124,14 +124,14 @@ class Layout:
 
     @property
     def forms(self) -> int:
-        """The ways in which inputs are rounded, as a bit mask."""
+        """A bit mask of the ways in which inputs are rounded, see `form_of`."""
         forms = 0
         for kind in {strip.kind for strip in self._strips}:
             forms |= form_of(kind)
         return forms
 
     def pack(self, threads: ThreadPool, packed: torch.Tensor) -> None:
-        """Write the strips. packed: [num_lines, LINE], int32."""
+        """Write all strips to their places. packed: [num_lines, LINE] int32."""
         blocks = [strip.blocks.contiguous() for strip in self._strips]
         sources = torch.tensor(
             [
@@ -145,11 +145,11 @@ class Layout:
 
 
 def plain_lines(weights: Sequence[torch.Tensor | StoredMatrix], panel: int) -> int:
-    """Return the lines for joined matrices that are multiplied out: a line that marks this, and the panels."""
+    """Return the number of lines for joined, dequantised matrices: one that marks them as such, and the panels."""
     num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     return 1 + -(-num_outputs // panel) * panel * num_inputs * weights[0].dtype.itemsize // (4 * LINE)
 
 
 def say_plain(packed: torch.Tensor) -> None:
-    """Mark memory as multiplied out, in its first line."""
+    """Write the first line of memory for dequantised matrices, which marks them as not quantised."""
     packed[0] = torch.tensor([_PLAIN, 1] * (LINE // 2))

@@ -1,7 +1,7 @@
-// Threads that compute one step together. Each phase is a loop that they share, and ends when all of its work is done.
-// Within a step, no member waits for a member that only lacks a CPU at the moment: other processes use the same cores.
+// Threads that compute a step together. Each phase is a loop that they share, and ends when all of its work is done.
+// Within a step, no member waits for another one that merely lacks a CPU, because other processes use the same cores.
 //
-// OpenMP is not used: its threads wait in busy loops, and two processes with as many threads as cores then slow each
+// OpenMP is not used, because its threads wait in busy loops: two processes with as many threads as cores slow each
 // other down a hundredfold. These threads spin for some microseconds and then yield.
 #pragma once
 
@@ -27,7 +27,7 @@ class ThreadPool {
   public:
     explicit ThreadPool(int size)
         : size_(size), members_(size), runs_{std::vector<Run>(size * MAX_LOOPS), std::vector<Run>(size * MAX_LOOPS)} {
-        amx::refusal();  // asks for permission, which also covers threads that start later
+        amx::refusal();  // asks for permission, which threads inherit that start later
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
             threads_.emplace_back([this, cpus, member] {
@@ -49,7 +49,7 @@ class ThreadPool {
 
     int size() const { return size_; }
 
-    // Runs `work` once on every member, including the caller. Returns when all are done.
+    // Runs `work` once on every member, including the caller. Blocks until all have finished.
     void run(const std::function<void()>& work) {
         work_ = &work;
         {
@@ -60,8 +60,8 @@ class ThreadPool {
         compute(work);
     }
 
-    // Inside `run`: calls body(index) once for each index below count, on any free member. Returns when all calls are
-    // done. Every member must call this with the same count.
+    // Calls body(index) once for each index below count, on any free member, and blocks until all calls have returned.
+    // Only valid inside `run`. Every member must call this with the same count.
     template <typename Body>
     void share(int64_t count, Body&& body) {
         Run* runs = next_loop();
@@ -73,8 +73,8 @@ class ThreadPool {
         int64_t first, end;
     };
 
-    // Like `share`, with a run of adjacent indices for each member, so that its prefetches serve the member itself. A
-    // member that has done its run takes the rest of other members' runs.
+    // Like `share`, but each member starts with a run of adjacent indices, so that it benefits from its own prefetches.
+    // A member that has finished its run helps with the rest of others' runs.
     template <typename Body>
     void share_runs(int64_t count, Body&& body) {
         Run* runs = next_loop();
@@ -89,7 +89,7 @@ class ThreadPool {
         });
     }
 
-    // Inside `run`: returns when all members are here. Data that members read outside of loops may change only then.
+    // Blocks until all members have called this, inside `run`. Call before data that is read outside of loops changes.
     void meet() {
         if (size_ == 1) return;
         const uint32_t turn = turn_.load(std::memory_order_relaxed);
@@ -101,22 +101,22 @@ class ThreadPool {
         wait_until([&] { return turn_.load(std::memory_order_acquire) != turn; });
     }
 
-    // The first run of this member in a loop of `count` indices.
+    // Returns the run with which this member starts in a loop of `count` indices.
     Part own_run(int64_t count) const { return run_of(member_, count); }
 
-    // From now on, this member prefetches this memory into its cache while it waits for the others.
+    // Makes this member prefetch some memory into its cache whenever it waits for others.
     void fetch_in_pauses(const void* from, int64_t num_bytes) {
         members_[member_].fetched = static_cast<const char*>(from);
         members_[member_].fetch_end = members_[member_].fetched + num_bytes;
     }
 
   private:
-    // The state of one member's indices in one loop.
+    // The state of a member's run in a loop.
     struct alignas(64) Run {
         std::atomic<int64_t> next{0}, num_done{0};
     };
 
-    // Data that no other member reads.
+    // Data that only the member itself uses.
     struct alignas(64) Member {
         int num_loops = 0;  // loops begun since `begin_loops`
         bool is_odd = false;
@@ -130,7 +130,7 @@ class ThreadPool {
         meet();
     }
 
-    // Switches to the other half of the records, and clears the half used last: all members have met since then.
+    // Switches to the other half of the records and clears the last one, because all members have met since its use.
     void begin_loops() {
         Member& own = members_[member_];
         own.is_odd = !own.is_odd;
@@ -142,14 +142,14 @@ class ThreadPool {
         own.num_loops = 0;
     }
 
-    // Returns the records of the next loop, one for each member.
+    // Returns the next loop's records, one for each member.
     Run* next_loop() {
         Member& own = members_[member_];
         if (own.num_loops == MAX_LOOPS) meet(), begin_loops();
         return &runs_[own.is_odd][own.num_loops++ * size_];
     }
 
-    // Calls body for the rest of a run.
+    // Calls body for the remaining indices of a run.
     template <typename Body>
     void take(Run& run, Part part, Body&& body) {
         int64_t num_done = 0;
@@ -195,8 +195,8 @@ class ThreadPool {
         }
     }
 
-    // A pool with a thread for every CPU of this process is pinned: otherwise the kernel sometimes puts two threads on
-    // one CPU, and the others wait. A smaller pool is not pinned: other pools on this machine would use the same CPUs.
+    // Returns the CPUs to pin threads to. A pool with a thread for every CPU is pinned, as the kernel sometimes puts two
+    // threads on one CPU while others wait. A smaller pool is not, because other pools would use the same CPUs.
     static std::vector<int> allowed_cpus() {
         std::vector<int> cpus;
 #ifdef __linux__
@@ -224,14 +224,14 @@ class ThreadPool {
 #endif
     }
 
-    static constexpr int SPINS = 4000;  // takes some tens of microseconds
-    static constexpr int MAX_LOOPS = 1024;  // more than most steps have; the members meet after this many
+    static constexpr int SPINS = 4000;  // some tens of microseconds
+    static constexpr int MAX_LOOPS = 1024;  // more than most steps need; members meet after this number
 
     static inline thread_local int member_ = 0;  // 0 is the caller of `run`
 
     const int size_;
     std::vector<Member> members_;
-    std::vector<Run> runs_[2];  // of the loops of this run and of the last one, alternating: [loop][member]
+    std::vector<Run> runs_[2];  // [loop][member], alternately for this `run` and the last one
     std::vector<std::thread> threads_;
     const std::function<void()>* work_ = nullptr;
     std::mutex mutex_;
@@ -243,7 +243,7 @@ class ThreadPool {
     alignas(64) std::atomic<int> num_arrived_{0};
 };
 
-// One of several parts of a loop, for one thread: the caller can divide a loop with this instead of a pool.
+// A thread's part of a loop. Replaces a pool as an argument if the caller has already divided the loop.
 struct LoopPart {
     int64_t index, num_parts;
 

@@ -1,5 +1,5 @@
-// The functions that exist for each number type of models. This file is compiled for one type at a time. TYPE is the
-// type's name, with which the functions' names end.
+// The functions that exist once per number type of models. This file is compiled separately for each type. TYPE is the
+// type's name, which ends the functions' names.
 
 #include "attention.h"
 #include "decoder.h"
@@ -18,7 +18,7 @@ namespace {
 
 using T = TYPE;
 
-// Writes the new tokens' keys and values, then attends.
+// Stores the new tokens' keys and values, then attends.
 void attention_step(ThreadPool& threads, const AttentionShape& shape, const Strides& strides, const T* query, const T* key,
                     const T* value, const int64_t* slots, int64_t num_tokens, const Pages<T>& pages,
                     const Segment* segments, int64_t num_segments, const int32_t* tables, T* output) {
@@ -43,7 +43,7 @@ HeadRows<T> head_rows(const Strides& strides, const void* query, const void* key
             {static_cast<const T*>(value), strides.value_token, strides.value_head}};
 }
 
-// own: a `Mamba1` or `Mamba2`.
+// own: a `Mamba1` or a `Mamba2`.
 template <typename Mamba>
 void scan(void* threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba& own, float* states,
           const Pieces& pieces, void* outputs) {

@@ -1,8 +1,8 @@
-// Vectors of 16 lanes, and the multiplication that all code here uses.
+// Vectors of 16 lanes, and the multiplication on which all code here is based.
 //
-// A *unit* is 32 bits of numbers that are multiplied with the numbers of another unit and summed into 32 bits: one
-// float32 or two bfloat16 into a float, four int8 into an integer. Matrices and KV memory have the layout of units, so
-// that the same code serves all types.
+// A *unit* is 32 bits of numbers that are multiplied by those of another unit and summed into 32 bits: one float32 or
+// two bfloat16 into a float, four int8 into an integer. Matrices and KV memory are laid out in units, so that the same
+// code supports all types.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-// The compiler's own vectors: one AVX-512 register, or two or four smaller registers.
+// The compiler's vectors, which occupy one AVX-512 register, or two or four smaller ones.
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
@@ -33,7 +33,7 @@ typedef int8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint8_t UnsignedBytes __attribute__((vector_size(LANES)));
 
 template <typename T>
-constexpr int PER_UNIT = int(sizeof(uint32_t) / sizeof(T));  // numbers in one unit
+constexpr int PER_UNIT = int(sizeof(uint32_t) / sizeof(T));  // numbers in a unit
 
 inline Words load_units(const uint32_t* from) {
     Words result;
@@ -52,7 +52,7 @@ inline Vector load(const bf16* from) {
     return (Vector)(__builtin_convertvector(halves, Words) << 16);
 }
 
-// Rounds to the nearest number of the type, ties to even. A NaN stays a NaN.
+// Round to the nearest number of the type, ties to even. A NaN stays a NaN.
 inline Vector round_to(Vector x, float) { return x; }
 inline Vector round_to(Vector x, bf16) {
     const Words bits = (Words)x;
@@ -65,7 +65,7 @@ inline Vector load(const int8_t* from) {
 #ifdef __AVX512F__
     return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
-    typedef int16_t Wider __attribute__((vector_size(LANES * 2)));  // GCC does larger steps lane by lane
+    typedef int16_t Wider __attribute__((vector_size(LANES * 2)));  // GCC converts in larger steps lane by lane
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof(bytes));
     return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Wider), Integers), Vector);
@@ -78,7 +78,7 @@ inline void store(Vector x, bf16* to) {  // exact only for results of `round_to`
     std::memcpy(to, &halves, sizeof(halves));
 }
 
-// Like store(round_to(x, T{}), to). Numbers below the least normal number may become 0.
+// Like store(round_to(x, T{}), to), but denormal numbers may become 0.
 inline void store_rounded(Vector x, float* to) { store(x, to); }
 inline void store_rounded(Vector x, bf16* to) {
 #ifdef __AVX512BF16__
@@ -89,7 +89,7 @@ inline void store_rounded(Vector x, bf16* to) {
 #endif
 }
 
-// Loads only the first `count` numbers; the other lanes are 0.
+// Loads only the first `count` numbers. The other lanes are 0.
 template <typename T>
 inline Vector load_some(const T* from, int64_t count) {
     if (count >= LANES) return load(from);
@@ -109,18 +109,18 @@ inline Words broadcast(uint32_t unit) {
     return Words{} + unit;
 }
 
-// Returns sums + four bytes × four bytes: unsigned weights, signed inputs; for vectors of any size.
+// Returns sums + four unsigned weights × four signed inputs, for vectors of any size.
 template <typename I, typename W>
 inline I multiply_add_bytes(I sums, W weights, W inputs) {
     typedef int16_t Shorts __attribute__((vector_size(sizeof(W))));
-    // A product fits into 16 bits, but the sum of two does not.
+    // A product fits into 16 bits, but not the sum of two.
     const auto widened = [](Shorts products) { return ((I)products << 16 >> 16) + ((I)products >> 16); };
     const Shorts even = (Shorts)(weights & 0x00ff00ffu) * ((Shorts)inputs << 8 >> 8);
     const Shorts odd = (Shorts)(weights >> 8 & 0x00ff00ffu) * ((Shorts)inputs >> 8);
     return sums + widened(even) + widened(odd);
 }
 
-// Exchanges the numbers of lanes with a distance of DISTANCE, a power of two.
+// Exchanges the numbers of lanes that are DISTANCE apart, which must be a power of two.
 template <int DISTANCE, typename V>
 inline V swapped(V x) {
 #ifdef __clang__
@@ -132,7 +132,7 @@ inline V swapped(V x) {
 #endif
 }
 
-// Whether a comparison is true in any lane.
+// Returns whether a comparison is true in any lane.
 inline bool any(Integers mask) {
 #ifdef __AVX512F__
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -143,7 +143,7 @@ inline bool any(Integers mask) {
 #endif
 }
 
-// Returns the greater number in each lane; the number of `right` if either one is a NaN.
+// Returns the greater number in each lane, or the one of `right` if either is a NaN.
 inline Vector greater_of(Vector left, Vector right) {
 #ifdef __AVX512F__
     return (Vector)_mm512_max_ps((__m512)left, (__m512)right);
@@ -152,7 +152,7 @@ inline Vector greater_of(Vector left, Vector right) {
 #endif
 }
 
-// Returns the greatest number of all lanes.
+// Returns the greatest number in any lane.
 inline float greatest_of(Vector x) {
     x = greater_of(x, swapped<8>(x)), x = greater_of(x, swapped<4>(x)), x = greater_of(x, swapped<2>(x));
     return greater_of(x, swapped<1>(x))[0];
@@ -162,7 +162,7 @@ inline float sum_of(Vector x) {
     return (x + swapped<1>(x))[0];
 }
 
-// Returns the index of the greatest number, the first among equal ones. NaNs are ignored.
+// Returns the index of the greatest number, the first one if several are equal. Ignores NaNs.
 inline int64_t first_greatest(const float* from, int64_t count) {
     Vector greatest = Vector{} - INFINITY;
     Integers where = {}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -182,13 +182,13 @@ inline int64_t first_greatest(const float* from, int64_t count) {
     return best;
 }
 
-// 1.5 × 2^23. Adding it to a float rounds the float, and leaves the integer in the low bits.
+// 1.5 × 2^23. Adding it to a float rounds the float and leaves an integer in its low bits.
 constexpr float ROUNDER = 12582912.0f;
 
 // Returns the nearest integers, ties to even.
 inline Integers nearest(Vector x) { return (Integers)(x + ROUNDER) - 0x4b400000; }  // the bits of `ROUNDER`
 
-// The greatest magnitude of the numbers added. A NaN counts as greater than all others.
+// The greatest magnitude of the numbers added so far. A NaN counts as the greatest.
 struct Magnitude {
     Integers greatest = {};
 
@@ -201,7 +201,7 @@ struct Magnitude {
     void merge(Integers other) { greatest = other > greatest ? other : greatest; }
 };
 
-// Returns the factor that maps numbers up to this magnitude to int8; 0 for a NaN.
+// Returns the factor that maps numbers up to this magnitude to int8, or 0 for a NaN.
 inline float int8_steps(float magnitude) { return magnitude > 1e-30f ? 127.0f / magnitude : 0.0f; }
 
 constexpr float LOG2_E = 1.44269504088896341f;

@@ -1,8 +1,7 @@
-"""Stores the fact that a model has been verified, so that its next start does not need transformers.
+"""Records that a model has been verified, so that its next start need not import transformers' model code.
 
-transformers' model code takes longer to import than torch, and a Llama-like model needs it only for verification: the
-C++ decoder computes with packed weights. A stored result is valid for the same model files, the same native library and
-the same versions. If any of these change, the model is verified again.
+That import takes longer than torch's, and a model that the C++ decoder supports needs it only to be verified. A record
+is valid for the same model files, native library and versions. If any of these changes, the model is verified again.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedModel:
-    """The results of a verification. With these and the weights, a decoder can be built."""
+    """The results of a verification. Together with the weights, they suffice to build a decoder."""
 
     settings: DecoderSettings
-    model_info: ModelInfo  # with the model's own length limit
+    model_info: ModelInfo  # with the model's length limit, before `max_model_len` is applied
 
 
 _VERIFIED_MODEL = TypeAdapter(VerifiedModel)
 
 
 def read_verified(file: Path) -> VerifiedModel | None:
-    """Return the results of an earlier verification; None if there is none."""
+    """Return the results of an earlier verification, or None if the file is missing or invalid."""
     try:
         return _VERIFIED_MODEL.validate_json(file.read_bytes())
     except (OSError, ValidationError):
@@ -44,7 +43,7 @@ def read_verified(file: Path) -> VerifiedModel | None:
 
 
 def write_verified(file: Path, verified: VerifiedModel) -> None:
-    """Store that the model has been verified. Log a warning if this fails."""
+    """Store the results of a verification. Only logs a warning if the file cannot be written."""
     temporary = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +54,9 @@ def write_verified(file: Path, verified: VerifiedModel) -> None:
 
 
 def digest_of_files(location: Path, *others: object) -> str:
-    """Return a digest of a model's files, of all code that reads and computes them, and of `others`.
+    """Return a digest of a model's files, of all code that reads and runs them, and of `others`.
 
-    Weight files count as equal if name, size, inode and modification time are equal.
+    Weight files are not read: name, size, inode and modification time stand for their content.
     """
     code = library()
     what = hashlib.sha256()

@@ -36,18 +36,18 @@ from app.model.positions import ROTARY_BY_LENGTH
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the C++ sources
+PANEL = 2 * LANES  # columns of a packed matrix that are computed together; must match the C++ sources
 BITS = {"none": 0, "int8": 8, "int4": 4}  # bits of a weight, by model.quantization; 0: the model's type
-_HEAD_BITS = 8  # of the head and of tables if the layers are quantised, as in the C++ sources
-GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the C++ sources
-STORED = 1  # instead of bits: matrices keep a GGUF file's types; also a way to round their inputs
+_HEAD_BITS = 8  # for the head and tables if layers are quantised; must match the C++ sources
+GROUPS = {8: 64, 4: 32}  # inputs that share a scale, by bits; must match the C++ sources
+# Used in place of bits if matrices keep the types of a GGUF file. Also the lowest bit of `NativeWeights.weight_bits`.
+STORED = 1
 
-# A matrix that can be packed.
 Packable = torch.Tensor | StoredMatrix
-# Like `Weights`; quantised matrices of a GGUF file may have the file's types.
+# Like `Weights`, but quantised matrices of a GGUF file may be returned in the file's types.
 PackableWeights = Callable[[str], Packable | None]
 
-# In JSON, a tensor is its offset in the memory, its shape and its type.
+# A tensor in JSON: its offset in the memory, its shape and its type.
 _Placed = tuple[int, list[int], str]
 
 
@@ -76,7 +76,7 @@ PlacedDtype = Annotated[torch.dtype, PlainValidator(_dtype_named), PlainSerializ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeMlp:
-    """The matrices of an MLP, or of one expert."""
+    """The packed matrices of an MLP or of one expert."""
 
     gate_up: PlacedTensor
     down: PlacedTensor
@@ -84,7 +84,7 @@ class NativeMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeAttentionPart:
-    """The weights that only attention has. Each norm is [head_dim], or spans all heads."""
+    """The norms of attention's queries and keys. Each is [head_dim], or spans all heads."""
 
     query_norm: PlacedTensor | None
     key_norm: PlacedTensor | None
@@ -94,15 +94,15 @@ class NativeAttentionPart:
 class NativeConvolutionPart:
     """The weights of a short convolution, in the model's type."""
 
-    taps: PlacedTensor  # [num_channels, kernel_size], the weight of the oldest input first
+    taps: PlacedTensor  # [num_channels, kernel_size], ordered from the oldest input to the newest
     tap_biases: PlacedTensor | None  # [num_channels]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeDeltaRulePart:
-    """The weights of a gated delta rule. Vectors are float32."""
+    """The weights of a gated delta rule. All but `rates` are float32."""
 
-    rates: PlacedTensor  # packed, never quantised: for each head, beta and the change of the decay
+    rates: PlacedTensor  # packed but never quantised; outputs all heads' beta, then the input of their decays
     decay: PlacedTensor  # [num_value_heads], negative
     decay_bias: PlacedTensor  # [num_value_heads]
     gate_norm: PlacedTensor  # [value_dim]
@@ -110,7 +110,7 @@ class NativeDeltaRulePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePerLayerPart:
-    """The weights by which a layer adds its per-layer inputs, gated by a projection of the residual."""
+    """The weights with which a layer gates its per-layer inputs by the residual, and adds them to it."""
 
     per_layer_gate: PlacedTensor
     per_layer_projection: PlacedTensor
@@ -119,23 +119,23 @@ class NativePerLayerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePerLayerInputs:
-    """The weights of Gemma's per-layer embeddings, which give each token inputs for each layer beside the residual."""
+    """The weights of Gemma's per-layer embeddings, which provide each layer with inputs in addition to the residual."""
 
-    # [vocab_size, num_layers * per_layer_size] in the model's type, or packed in 8 bits if weights are quantised.
+    # [vocab_size, num_layers * per_layer_size] in the model's type, or packed in 8 bits if weights are quantised
     embedding: PlacedTensor
-    projection: PlacedTensor  # packed; from a token's embedding to equally many numbers
-    norm: PlacedTensor  # [per_layer_size], for the projected inputs of one layer
+    projection: PlacedTensor  # packed; maps a token's embedding to num_layers * per_layer_size numbers
+    norm: PlacedTensor  # [per_layer_size], applied to each layer's projected inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
-    """One layer. Matrices are packed, quantised or not; norms and biases are float32."""
+    """The weights of a layer. Matrices are packed, and may be quantised; norms and biases are float32."""
 
     mixer_input_norm: PlacedTensor | None
     mixer_output_norm: PlacedTensor | None
     feed_forward_input_norm: PlacedTensor | None
     feed_forward_output_norm: PlacedTensor | None
-    projection: PlacedTensor  # of the mixer's inputs
+    projection: PlacedTensor  # the mixer's input matrices, joined
     projection_bias: PlacedTensor | None
     output: PlacedTensor
     output_bias: PlacedTensor | None
@@ -144,31 +144,31 @@ class NativeLayer:
     delta_rule: NativeDeltaRulePart | None
     per_layer: NativePerLayerPart | None
     output_scale: PlacedTensor | None  # [1]
-    router: PlacedTensor | None  # packed, never quantised; None without experts
+    router: PlacedTensor | None  # packed but never quantised; None without experts
     mlps: tuple[NativeMlp, ...]  # one MLP, or one for each expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeWeights:
-    """The weights of a whole model."""
+    """The packed weights of a model."""
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None: its rows are read from the head
+    embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None if tied, when rows are read from the head
     per_layer_inputs: NativePerLayerInputs | None
-    final_norm: PlacedTensor  # in float32
+    final_norm: PlacedTensor  # float32
     head: PlacedTensor
     dtype: PlacedDtype  # the type of everything that is not quantised
-    # Bits of the layers' matrices. 0: these and the head are not quantised. Less than 4: all are stored as in a GGUF
-    # file, and the number says how their inputs are rounded, as in the C++ sources.
+    # Bits of the layers' matrices, or 0 if no matrix is quantised. Below 4, matrices keep the types of a GGUF file, and
+    # the bits of this number tell how inputs are rounded, see `form_of`.
     weight_bits: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors. Adjacent experts are views of the same memory."""
+        """Yield all tensors. The experts of a layer are views of one tensor."""
         yield from _tensors_of(self)
 
     def layout(self, memory: ctypes.Array[Any]) -> bytes:
-        """Return the places of the tensors in the memory that holds them all, for `weights_at`."""
+        """Return a description of where the tensors are in `memory`, which must hold all of them, for `weights_at`."""
         return _NATIVE_WEIGHTS.dump_json(self, context=memory)
 
 
@@ -176,12 +176,11 @@ _NATIVE_WEIGHTS = TypeAdapter(NativeWeights)
 
 
 def weights_at(layout: bytes, memory: ctypes.Array[Any]) -> NativeWeights:
-    """Return weights at the places that the layout gives. The weights keep the memory alive."""
+    """Return views of the weights in `memory`, as described by `NativeWeights.layout`. They keep the memory alive."""
     return _NATIVE_WEIGHTS.validate_json(layout, context=memory)
 
 
 def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in a part and in its nested parts."""
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, tuple):
@@ -193,7 +192,7 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Return why the C++ decoder cannot compute a model, apart from its attention; None if no reason is known."""
+    """Return why the C++ decoder does not support a model, in words, or None. Does not check its attention."""
     reason = why_not_llama_like(model, "cpu")
     if reason is not None:
         return reason
@@ -201,7 +200,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     rope = config.rope_parameters
     kinds = {each["rope_type"] for each in ([rope] if "rope_type" in rope else rope.values()) if each}
     if by_length := ", ".join(sorted(kinds & ROTARY_BY_LENGTH)):
-        return f"its {by_length} rotary positions follow the longest sequence there may be"
+        return f"its {by_length} rotary positions depend on the length of the longest sequence"
     sizes = (
         config.hidden_size, *sorted(intermediate_sizes_of(model) | head_dims_of(model)),
         experts_of(model).intermediate_size, recurrent.keys_size, recurrent.value_dim,
@@ -212,7 +211,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
 
 
 class Allocate(Protocol):
-    """Allocates uninitialised memory of a shape. On the meta device the tensor has only a size."""
+    """Allocates an uninitialised tensor, which may be on the meta device."""
 
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor: ...
 
@@ -226,15 +225,14 @@ def pack_weights(
     release: Callable[[], None] = lambda: None,
     allocate: Allocate = in_large_pages,
 ) -> NativeWeights:
-    """Pack weights of one type, layer by layer, without changing them.
+    """Pack a model's weights, layer by layer. All must have one type. Weights on the meta device are packed there.
 
-    For weights on the meta device, the packed weights are also there, with sizes and no numbers.
-    An embedding that is tied to the head is not stored. Any other embedding is not packed, because a step reads only
-    the rows of its tokens.
+    An embedding that equals the head is not stored again. Any other embedding is copied without packing, because a step
+    reads only the rows of its tokens.
 
     bits: 8 or 4 quantises the layers' matrices to these bits, and the head to 8. STORED keeps a file's quantisation.
-    release: called after each layer, when all weights requested so far have been packed.
-    allocate: provides the memory of the result, which has no views of `weights`.
+    release: called after each layer, when all weights requested so far have been packed and may be freed.
+    allocate: provides the memory of the result, which contains no views of `weights`.
     """
     embedding, head = _given(weights, EMBEDDING), _given(weights, HEAD)
     dtype, threads = embedding.dtype, None
@@ -242,7 +240,7 @@ def pack_weights(
         threads = ThreadPool(torch.get_num_threads())
         _log_use_of_amx(settings, dtype, bits)
     pack = _Packing(threads, bits, allocate)
-    # The largest matrices come first, while no other memory is in use.
+    # The largest matrices are packed first, while no other memory is in use, to keep the peak low.
     kept = None if _are_equal(embedding, head) else pack.table(embedding)
     del embedding
     packed_head = pack([head], bits=_HEAD_BITS if bits > STORED else bits)
@@ -281,25 +279,23 @@ def _log_use_of_amx(settings: DecoderSettings, dtype: torch.dtype, bits: int) ->
 
 
 def _tensor(weights: PackableWeights, name: str) -> torch.Tensor | None:
-    """Return a weight in the model's type."""
+    """Return a weight in the model's type, dequantised if needed."""
     found = weights(name)
     return found.multiplied_out() if isinstance(found, StoredMatrix) else found
 
 
 def _given(weights: PackableWeights, name: str) -> Packable:
-    """Like `given`."""
     found = weights(name)
     assert found is not None, f"a Llama-like model has {name}"
     return found
 
 
 def _named(weights: PackableWeights, prefix: str, name: str) -> Packable | None:
-    """Like `named`."""
     return weights(prefix + name)
 
 
 def _are_equal(embedding: Packable, head: Packable) -> bool:
-    """Return whether two matrices are equal. On the meta device, return whether they are tied."""
+    """Return whether two matrices are equal. Matrices without readable numbers are equal only if they are tied."""
     if isinstance(embedding, StoredMatrix) or isinstance(head, StoredMatrix):
         return embedding is head
     if embedding.is_meta:
@@ -311,26 +307,26 @@ class _Packing:
     """Writes weights to memory in the layout that the C++ code reads."""
 
     def __init__(self, threads: ThreadPool | None, bits: int, allocate: Allocate) -> None:
-        """threads: None for weights on the meta device. bits: of matrices; 0: matrices are not quantised."""
+        """threads: None for weights on the meta device. bits: the default for matrices, as in `pack_weights`."""
         self._threads, self._bits, self._allocate = threads, bits, allocate
-        self.forms = 0  # the ways in which inputs of stored matrices are rounded
+        self.forms = 0  # how inputs of stored matrices are rounded, as a bit mask
 
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         return self._allocate(*weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight)
 
     def table(self, weight: Packable) -> torch.Tensor:
-        """Store an embedding, in the file's type if matrices are stored in this type."""
+        """Store an embedding: copied, or packed if matrices keep a file's types."""
         return self([weight]) if self._bits == STORED else self.copy(_whole(weight))
 
     def in_float32(self, weight: torch.Tensor) -> torch.Tensor:
         return self.copy(weight.float())
 
     def __call__(self, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
-        """Join matrices in a memory of their own. weights: each [outputs, inputs]."""
+        """Pack matrices of [outputs, inputs] each as one joined matrix, in newly allocated memory."""
         return self.side_by_side(1, weights, bits=bits)[0]
 
     def side_by_side(self, count: int, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
-        """Allocate memory for `count` such joins, and write the first: one alone may be smaller than a large page."""
+        """Allocate one memory for `count` joined matrices, as one may be smaller than a large page. Pack the first."""
         bits = self._bits if bits is None else bits
         shape, device = self._shape(weights, bits), weights[0].device
         packed = self._allocate(count, *shape, dtype=torch.int32, device=device)
@@ -338,7 +334,7 @@ class _Packing:
         return packed
 
     def into(self, packed: torch.Tensor, weights: Sequence[Packable], *, bits: int | None = None) -> None:
-        """Write joined matrices. packed: has the shape `_shape`."""
+        """Pack joined matrices into memory of the shape that `_shape` returns."""
         bits = self._bits if bits is None else bits
         stored = _stored(weights) if bits == STORED else None
         if stored is not None:
@@ -353,7 +349,7 @@ class _Packing:
             _pack(self._threads, [_whole(each) for each in weights], packed, bits=bits)
 
     def in_turn(self, weights: PackableWeights, gate_name: str, up_name: str) -> list[Packable]:
-        """Alternate LANES outputs of the gate with LANES outputs of up, so that a panel holds both factors."""
+        """Return a matrix that alternates `LANES` outputs of gate and up, so that a panel computes both factors."""
         gate, up = (_given(weights, f"{name}.weight") for name in (gate_name, up_name))
         if self._bits == STORED and isinstance(gate, StoredMatrix) and isinstance(up, StoredMatrix):
             return [gate.in_turn(up)]
@@ -368,7 +364,7 @@ class _Packing:
 
 
 def _stored(weights: Sequence[Packable]) -> list[StoredMatrix] | None:
-    """Return the matrices if the C++ code multiplies all of them in the file's types; None otherwise."""
+    """Return the matrices if all of them keep the file's types, or None otherwise."""
     stored = [each for each in weights if isinstance(each, StoredMatrix)]
     return stored if len(stored) == len(weights) else None
 
@@ -403,7 +399,7 @@ def _pack_layer(
     )
 
 
-# For mixers other than attention: the linear layers of the inputs, and the linear layer of the outputs.
+# Mixer → (linear layers of its inputs, linear layer of its outputs). Attention's depend on the model.
 _MIXER_LINEARS: dict[Mixer, tuple[tuple[str, ...], str]] = {
     "short_convolution": (("conv.in_proj",), "conv.out_proj"),
     "gated_delta_rule": (("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj"),
@@ -412,7 +408,7 @@ _CONVOLUTIONS: dict[Mixer, str] = {"short_convolution": "conv.conv", "gated_delt
 
 
 def _norm(weights: Weights, pack: _Packing, settings: DecoderSettings, name: str) -> torch.Tensor | None:
-    """Return the weight of a norm as float32; None if a layer has no such norm."""
+    """Return a norm's weight as float32, including the architecture's offset; None if the layer has no such norm."""
     weight = weights(f"{name}.weight") if name else None
     return None if weight is None else pack.in_float32(weight.float() + settings.described.norm_offset)
 
@@ -423,9 +419,9 @@ def _bias(weights: Weights, pack: _Packing, linears: tuple[str, ...]) -> torch.T
 
 
 def in_order(settings: DecoderSettings, linear: str, outputs: torch.Tensor) -> torch.Tensor:
-    """Reorder a linear layer's outputs for the C++ code: with gated attention, all queries come before all gates.
+    """Reorder a linear layer's outputs for the C++ code, which reads all queries before all gates in gated attention.
 
-    outputs: [num_outputs, ...].
+    Other layers are returned unchanged. outputs: [num_outputs, ...].
     """
     if not linear.endswith(QUERIES_KEYS_VALUES[0]) or not settings.described.gates_attention:
         return outputs
@@ -434,7 +430,6 @@ def in_order(settings: DecoderSettings, linear: str, outputs: torch.Tensor) -> t
 
 
 def _in_order(settings: DecoderSettings, linear: str, matrix: Packable) -> Packable:
-    """Like `in_order`."""
     if isinstance(matrix, torch.Tensor):
         return in_order(settings, linear, matrix)
     if not linear.endswith(QUERIES_KEYS_VALUES[0]) or not settings.described.gates_attention:
@@ -505,7 +500,7 @@ def _pack_delta_rule(weights: Weights, pack: _Packing) -> NativeDeltaRulePart:
 def _pack_mlps(
     weights: PackableWeights, pack: _Packing, settings: DecoderSettings, has_experts: bool
 ) -> tuple[NativeMlp, ...]:
-    """Pack the MLP of a layer, or all of its experts in one memory."""
+    """Pack the MLP of a layer, or all of its experts in one allocation for each of the two matrices."""
     own = settings.described.names
     mlps = [(own.gate, own.up, own.down)]
     if has_experts:
@@ -523,11 +518,11 @@ def _pack_mlps(
 
 
 def _packed_shape(weights: Sequence[Packable], bits: int) -> tuple[int, int, int]:
-    """Return the shape of joined matrices: [panels, units of inputs, PANEL outputs] units of 32 bits.
+    """Return the shape of packed matrices: [panels, units of inputs, PANEL outputs], in units of 32 bits.
 
-    With 8 or 4 bits, it is [panels, groups of inputs × (1 + units), PANEL outputs]. A group's first unit has the scale
-    and the least weight, both in bfloat16. The other units hold unsigned numbers: a weight is the least weight plus the
-    number times the scale. Groups of 8 bits are rotated.
+    With 8 or 4 bits, the shape is [panels, groups of inputs × (1 + units), PANEL outputs]. A group's first unit stores
+    the scale and the smallest weight, both in bfloat16. The other units store unsigned numbers: a weight is the
+    smallest weight plus its number times the scale. Groups of 8 bits are rotated.
     """
     num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     num_units = num_inputs * weights[0].dtype.itemsize // 4
@@ -537,7 +532,7 @@ def _packed_shape(weights: Sequence[Packable], bits: int) -> tuple[int, int, int
 
 
 def _pack(threads: ThreadPool, weights: Sequence[torch.Tensor], packed: torch.Tensor, *, bits: int) -> None:
-    """Join matrices, padded with zeros. weights: each [outputs, inputs]. packed: has the shape `_packed_shape`."""
+    """Pack matrices of [outputs, inputs], joined and padded with zeros, into memory of the shape `_packed_shape`."""
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
     if bits:
         pack = getattr(threads.code, f"carousel_pack_in_{bits}_bits_{DTYPES[weight.dtype]}")

@@ -127,7 +127,7 @@ class GraphModelRunner(LeadingRunner):
         the graphs of `coarse_sizes` do not fit, or the model cannot be captured, all steps run eagerly.
 
         Raises:
-            InvalidSetup: `model.require` is `graphs`, but no graphs could be captured.
+            InvalidSetup: `model.backend` is `graphs`, but no graphs could be captured.
             DeviceLost: this process can no longer use the device.
         """
         if self._capture is None:

@@ -2,7 +2,7 @@
 
 The drawn token is the token that the plain sampler draws, except where
 - two scores with noise differ by less than some 1e-5: the plain sampler has noise in float64, the kernel in float32;
-- a token lies within some 1e-6 of the limit of top-p or min-p: sums of weights are rounded in another order;
+- a token lies within some 1e-6 of the limit of top-p, min-p or top-n-sigma: sums are rounded in another order;
 - two logits become one score when they are divided by the temperature: the kernel still ranks the greater logit first.
 The kernel applies penalties, biases, bans and masks while it reads the logits, with the same bits as `Sampler.adjust`.
 The tokens that penalties and biases change stay on the device, and a step sends only new changes.
@@ -14,20 +14,29 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import make_dataclass
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.request import SamplingParams
 from app.model.attention import with_contiguous_rows
 from app.model.cuda.launching import kernels_of
 from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs
-from app.model.sampler import Sampler
+from app.model.sampler import DRAW_FLOATS, DRAW_INTEGERS, Sampler, draw_numbers
 
-_ROW = struct.Struct("3q4f8q")  # the layout of a row of `rows`, see `draw_kernel`
+# The numbers of a row of `draw_kernel`, which describes them: int64, then float32.
+_INTEGERS = [*"mask changes num_changes bans num_bans entries num_entries scratch position".split(), *DRAW_INTEGERS]
+_ROW = struct.Struct(f"{len(_INTEGERS)}q{len(DRAW_FLOATS)}f0q")  # 0q: the next row is aligned
+_PLACES = (*range(len(_INTEGERS)), *range(2 * len(_INTEGERS), 2 * len(_INTEGERS) + len(DRAW_FLOATS)))
+# The place of each number, in numbers of its size, and the size of a row in int64. Launches hash it: by identity.
+ROW_LAYOUT: Any = make_dataclass("RowLayout", [*_INTEGERS, *DRAW_FLOATS, "size"], eq=False)(*_PLACES, _ROW.size // 8)
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _CHANGE_BYTES = 5 * 4
 _FEWEST_ENTRIES = 256  # entries in the first allocation for a sequence: 4 KiB
 # Tokens in one pass of a program's loop, 4 for each thread. Float32 takes half: more tokens would spill registers.
@@ -65,13 +74,7 @@ class TritonSampler(Sampler):
     def logprobs(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
         """Compute log-probabilities in one launch, without a buffer of the size of the logits. NaN counts as -inf."""
         logits = with_contiguous_rows(logits)
-        found = Logprobs(
-            token_ids.new_empty(len(rows), dtype=torch.float32),
-            token_ids.new_empty(len(rows), dtype=torch.float32),
-            token_ids.new_empty(len(rows)),
-            token_ids.new_empty(len(rows), num_top),
-            token_ids.new_empty(len(rows), num_top, dtype=torch.float32),
-        )
+        found = Logprobs.empty(len(rows), num_top, token_ids.device)
         self._kernels.logprobs_kernel[(len(rows),)](
             logits, logits.stride(0), logits.shape[-1], to_device(rows, logits.device), token_ids, num_top, *found,
             **_sizes(logits, self._tile), most_top=max(_MOST_TOP, 1 << (num_top - 1).bit_length()),
@@ -86,7 +89,7 @@ class TritonSampler(Sampler):
         self._kernels.draw_kernel[(len(items),)](
             logits, logits.stride(0), vocab_size, self._facts_of(items, scratch), tokens,
             **_sizes(logits, self._tile),
-            enable_fp_fusion=False,  # products and sums are rounded separately, as on a CPU
+            layout=ROW_LAYOUT, enable_fp_fusion=False,  # products and sums are rounded separately, as on a CPU
         )  # fmt: skip
 
     def _facts_of(self, items: Sequence[ScheduledSequence], scratch: torch.Tensor) -> torch.Tensor:
@@ -103,7 +106,8 @@ class TritonSampler(Sampler):
             if _changes_logits(item):
                 of_values = (*self._values_of(item, values, first_value, sent, scratch.device), next_scratch)
                 next_scratch += scratch.stride(0) * scratch.itemsize
-            rows += _ROW.pack(*_numbers_of(item), next_mask if mask else 0, *of_values)
+            sampling = _GREEDY if item.sampling.is_greedy else item.sampling
+            rows += _ROW.pack(next_mask if mask else 0, *of_values, item.end, *draw_numbers(sampling))
             next_mask += len(mask)
         together = rows + of_masks + values
         return bytes_to_device(together + bytes(-len(together) % 8), torch.long, scratch.device)
@@ -194,12 +198,3 @@ def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:
 def _changes_logits(item: ScheduledSequence) -> bool:
     """Return whether any logits get other values. A matcher's mask excludes banned tokens without changed logits."""
     return item.adjustments is not None or (bool(item.banned_token_ids) and item.matcher is None)
-
-
-def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
-    sampling = item.sampling
-    if sampling.is_greedy:
-        return (0, 0, 0, 0.0, 1.0, 0.0, 0.0)
-    return (
-        sampling.seed, item.end, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p, 0.0,
-    )  # fmt: skip

@@ -41,15 +41,16 @@ def _behind(bits, vocab_size):
 
 
 @triton.jit
-def _changed(row, rows, values, vocab_size, tile: tl.constexpr):
+def _changed(row, rows, values, vocab_size, layout: tl.constexpr, tile: tl.constexpr):
     """Update the entries of a sequence, and write a row's changed logits to scratch memory. Returns the bits.
 
-    Scratch memory has a bit for each token, followed by the changed logits. facts: from `changes` on (`draw_kernel`).
+    Scratch memory has a bit for each token, followed by the changed logits. rows: from this row on (`draw_kernel`).
     """
-    changes, num_changes = values + tl.load(rows), tl.load(rows + 1)
-    bans, num_bans = values + tl.load(rows + 2), tl.load(rows + 3)
-    entries, num_entries = tl.load(rows + 4).to(tl.pointer_type(tl.int32)), tl.load(rows + 5)
-    bits = tl.load(rows + 6).to(tl.pointer_type(tl.int32))
+    changes, num_changes = values + tl.load(rows + layout.changes), tl.load(rows + layout.num_changes)
+    bans, num_bans = values + tl.load(rows + layout.bans), tl.load(rows + layout.num_bans)
+    entries = tl.load(rows + layout.entries).to(tl.pointer_type(tl.int32))
+    num_entries = tl.load(rows + layout.num_entries)
+    bits = tl.load(rows + layout.scratch).to(tl.pointer_type(tl.int32))
     logits = _behind(bits, vocab_size)
     for start in range(0, num_changes, tile):
         at = start + tl.arange(0, tile)
@@ -85,8 +86,8 @@ def _changed(row, rows, values, vocab_size, tile: tl.constexpr):
 
 @triton.jit
 def _load(row, tokens, vocab_size):
-    """Load changed logits as float32; -inf for NaN, and for tokens without a bit in the mask (`Matcher.allowed`)."""
-    logits, mask, has_mask, bits, has_changes = row
+    """Load changed logits as float32, or -inf: for NaN, below `least`, and without a bit in `Matcher.allowed`."""
+    logits, mask, has_mask, bits, has_changes, least = row
     is_token = tokens < vocab_size
     found = tl.load(logits + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
     if has_changes:
@@ -96,7 +97,7 @@ def _load(row, tokens, vocab_size):
         changed = tl.load(_behind(bits, vocab_size) + tokens, mask=is_changed, other=0.0)
         found = tl.where(is_changed, changed, found)
     allowed = tl.load(mask + tokens // 8, mask=is_token & has_mask, other=255).to(tl.int32)
-    return tl.where(((allowed >> (tokens % 8)) & 1 != 0) & (found == found), found, float("-inf"))
+    return tl.where(((allowed >> (tokens % 8)) & 1 != 0) & (found >= least), found, float("-inf"))
 
 
 @triton.jit
@@ -130,6 +131,24 @@ def _most(row, vocab_size, tile: tl.constexpr):
     for start in range(0, vocab_size, tile):
         most = tl.maximum(most, _load(row, start + tl.arange(0, tile), vocab_size))
     return tl.max(most, 0)
+
+
+@triton.jit
+def _deviation(row, vocab_size, tile: tl.constexpr):
+    """Return the standard deviation of the finite logits."""
+    sums, numbers, squares = tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32)
+    for start in range(0, vocab_size, tile):
+        logits = _load(row, start + tl.arange(0, tile), vocab_size)
+        counts = tl.abs(logits) < float("inf")
+        sums += tl.where(counts, logits, 0.0)
+        numbers += counts.to(tl.float32)
+    number = tl.maximum(tl.sum(numbers, 0), 1.0)
+    mean = tl.sum(sums, 0) / number
+    for start in range(0, vocab_size, tile):
+        logits = _load(row, start + tl.arange(0, tile), vocab_size)
+        distances = tl.where(tl.abs(logits) < float("inf"), logits - mean, 0.0)
+        squares += distances * distances
+    return tl.sqrt_rn(tl.sum(squares, 0) / number)
 
 
 @triton.jit
@@ -222,12 +241,13 @@ def draw_kernel(
     logits,  # [num_rows, vocab_size]
     row_stride,
     vocab_size,
-    # [num_rows, 13] int64: seed, position, top-k (0: none), two numbers with four float32 (temperature, 0: greedy;
-    # top-p; min-p; unused), first byte of the mask (0: none), first int32 and number of changes, first int32 and number
-    # of bans, address and number of entries, address of scratch memory (0: no logits change). The bytes of masks and
-    # the int32 of changes and bans follow these rows.
+    # [num_rows, layout.size] int64: first byte of the mask (0: none), first int32 and number of changes, first int32
+    # and number of bans, address and number of entries, address of scratch memory (0: no logits change), position, and
+    # the numbers of `SamplingParams` (temperature 0: greedy). The bytes of masks and the int32 of changes and bans
+    # follow these rows.
     rows,
     token_ids,  # [num_rows] int64
+    layout: tl.constexpr,  # `ROW_LAYOUT` in `sampler.py`
     unused: tl.constexpr,
     tile: tl.constexpr,
 ):
@@ -237,23 +257,30 @@ def draw_kernel(
     A change is the place of an entry among the sequence's entries on the device, followed by the entry.
     """
     masks, values = rows.to(tl.pointer_type(tl.uint8)), rows.to(tl.pointer_type(tl.int32))
-    rows += tl.program_id(0) * 13
-    numbers = (rows + 3).to(tl.pointer_type(tl.float32))
-    temperature, top_p, min_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    rows += tl.program_id(0) * layout.size
+    numbers = rows.to(tl.pointer_type(tl.float32))
+    temperature = tl.load(numbers + layout.temperature)
+    top_p, min_p = tl.load(numbers + layout.top_p), tl.load(numbers + layout.min_p)
+    top_n_sigma = tl.load(numbers + layout.top_n_sigma)
     logits += tl.program_id(0).to(tl.int64) * row_stride
-    bits, has_changes = values, tl.load(rows + 12) != 0
+    bits, has_changes = values, tl.load(rows + layout.scratch) != 0
     if has_changes:
-        bits = _changed(logits, rows + 6, values, vocab_size, tile)
-    row = (logits, masks + tl.load(rows + 5), tl.load(rows + 5) > 0, bits, has_changes)
+        bits = _changed(logits, rows, values, vocab_size, layout, tile)
+    mask = tl.load(rows + layout.mask)
+    row = (logits, masks + mask, mask > 0, bits, has_changes, float("-inf"))
     # Entries make logits that use all bits of a float32. A ban makes -inf, which has the same unused bits.
-    unused_bits = tl.where(tl.load(rows + 11) > 0, 0, unused).to(tl.uint32)
+    unused_bits = tl.where(tl.load(rows + layout.num_entries) > 0, 0, unused).to(tl.uint32)
 
     scale = LOG2_E / tl.where(temperature > 0.0, temperature, 1.0)
     most, num_ties, excess = 0.0, 0.0, 0.0
     edge = tl.full([], 0, tl.uint32)
-    if (top_p < 1.0) | (min_p > 0.0):
+    if (top_p < 1.0) | (min_p > 0.0) | (top_n_sigma > 0.0):
         most = _most(row, vocab_size, tile)
-    top_k = tl.load(rows + 2)
+    least = float("-inf")
+    if top_n_sigma > 0.0:  # Tang et al., 2024
+        least = most - top_n_sigma * _deviation(row, vocab_size, tile)
+    row = (logits, masks + mask, mask > 0, bits, has_changes, least)
+    top_k = tl.load(rows + layout.top_k)
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     if has_top_k:
         edge, num_ties, excess = _edge(
@@ -261,7 +288,8 @@ def draw_kernel(
         )
     if top_p < 1.0:
         edge, num_ties, excess = _edge(row, vocab_size, top_p, edge, excess, most, scale, True, unused_bits, tile)
-    seed, position = tl.load(rows).to(tl.uint64, bitcast=True), tl.load(rows + 1).to(tl.uint64, bitcast=True)
+    seed = tl.load(rows + layout.seed).to(tl.uint64, bitcast=True)
+    position = tl.load(rows + layout.position).to(tl.uint64, bitcast=True)
     key = _mix(_mix(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
     filters = (edge, num_ties, has_top_k | (top_p < 1.0), min_p, most, scale)
     token = _best(row, vocab_size, filters, key, temperature, unused_bits, tile)
@@ -309,7 +337,7 @@ def logprobs_kernel(
     """Compute the log-softmax of some rows at one token and at the likeliest tokens. Grid: (num_rows,)."""
     at = tl.program_id(0)
     logits += tl.load(rows + at) * row_stride
-    row = (logits, logits.to(tl.pointer_type(tl.uint8)), False, rows, False)  # neither a mask nor changes
+    row = (logits, logits.to(tl.pointer_type(tl.uint8)), False, rows, False, float("-inf"))  # no mask, no changes
     unused_bits = tl.full([], unused, tl.uint32)
     most = _most(row, vocab_size, tile)
     own = tl.load(logits + tl.load(token_ids + at)).to(tl.float32)

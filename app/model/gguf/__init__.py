@@ -1,1 +1,1 @@
-"""Reads GGUF files, and makes checkpoints for transformers from them. No torch here."""
+"""Reads GGUF files and describes them in transformers' terms. Most of it works without torch."""

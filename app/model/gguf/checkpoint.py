@@ -1,7 +1,7 @@
-"""Makes a folder with config.json and tokenizer.json from a GGUF file, once. The folder is served like any other model.
+"""Creates a model folder from a GGUF file, which is then served like any other. Each file is converted once.
 
-The weights stay in the GGUF file, and the folder stores their places. A few weights have other values in transformers;
-the folder stores these weights as well.
+The folder contains config.json, tokenizer.json and a manifest that tells where each weight is in the GGUF file. Only
+the few weights whose values differ in transformers are stored in the folder itself.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 5  # version of the folders; increase it when the folders' content changes
+_FORMAT = 5  # increase this when the content of the folders changes, so that they are made again
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
-    """Return the folder in `cache` with the model of a GGUF file. Make the folder if it does not exist.
+    """Return the folder in `cache` for the model of a GGUF file, creating it if needed.
 
-    A file that was changed or moved gets a new folder. If several processes call this, one makes the folder.
+    A file that has been changed or moved gets a new folder. If several processes call this, only one creates it.
 
     Raises:
-        InvalidSetup: the file is no GGUF file or is damaged, or the disk has no space for the folder.
+        InvalidSetup: the file is not a GGUF file or is damaged, or the folder cannot be written.
         UnsupportedModel: the file's architecture, or a type or a tensor in it, is not supported.
     """
     identity = "\0".join(map(str, (_FORMAT, *DescribedFile.of(path, path.stat()))))
@@ -59,15 +59,15 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
 
 
 def _is_sound(folder: Path) -> bool:
-    """Return whether a folder is complete, and no part of the GGUF file has changed since it was made."""
+    """Return whether a folder is complete, and the GGUF files have not changed since it was created."""
     try:
         return manifest_in(folder) is not None
-    except (InvalidSetup, ValueError, TypeError, KeyError):  # the last three: an incomplete folder
+    except (InvalidSetup, ValueError, TypeError, KeyError):  # the last three are raised if the manifest is incomplete
         return False
 
 
 def _make(target: Path, file: GgufFile, description: Description, report: Callable[[str], None]) -> None:
-    """Make the folder under another name, then rename it."""
+    """Create the folder under a temporary name, then rename it, so that an interrupted run leaves no partial folder."""
     temporary = target.with_name(hidden_name(target.name))
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     report(f"Reading {file.path}: its tokenizer and the places of its weights go to {target}, once")
@@ -91,7 +91,7 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
 
 
 def _write_weights(folder: Path, file: GgufFile, description: Description) -> None:
-    """Write the place of each weight. Changed weights, and orders of rows and columns, go to a safetensors file."""
+    """Write the manifest, and a safetensors file with changed weights and with orders of rows and columns."""
     written: dict[str, Values] = {}
     placed: dict[str, list[PlacedWeight]] = {}
     for name, tensors in description.tensors.items():
@@ -113,7 +113,7 @@ def _write_weights(folder: Path, file: GgufFile, description: Description) -> No
 
 
 def _kept(order: Values | None, written: dict[str, Values]) -> str | None:
-    """Store an order of rows or columns and return its name; None if the order is unchanged."""
+    """Add an order of rows or columns to `written` and return its name, or None if nothing is reordered."""
     if order is None or np.array_equal(order, np.arange(len(order))):
         return None
     name = f"order.{hashlib.sha256(order.tobytes()).hexdigest()[:16]}"

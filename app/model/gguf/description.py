@@ -1,7 +1,6 @@
-"""Describes the model of a GGUF file for transformers: config.json and the names of the weights.
+"""Translates a GGUF file's description of a model to transformers' terms: config.json and the names of weights.
 
-The names of tensors come from llama.cpp's own package, with a few additions in the table of `families`, or from
-transformers.
+The names of tensors come from llama.cpp's package `gguf`, with a few additions in families.py, or from transformers.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_EXPERT = "{expert}"  # part of a weight's name: each expert has its own weight, a file has one tensor for all
-# By transformers' type: the part of a layer with experts, the names of their weights, and the field of their number.
+_EXPERT = "{expert}"  # stands for the expert's index in names of weights, as a file joins all experts in one tensor
+# Model type → (module with the experts, names of their gate, up and down weights, field with the number of experts).
 _EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts"),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts"),
@@ -42,21 +41,21 @@ Change = Callable[[Values], Values]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model in transformers' terms."""
+    """A GGUF file's model in transformers' terms. Weights are given by their names in transformers."""
 
     config: dict[str, Any]  # the content of config.json
     eos_token_ids: list[int]
-    # By transformers' name of the weight. The rows of several tensors are joined in this order.
+    # A weight's tensors in the file. The rows of several tensors are joined in this order.
     tensors: dict[str, tuple[GgufTensor, ...]]
-    shapes: dict[str, tuple[int, ...]]  # of the weights, by the same names
-    changes: dict[str, Change]  # makes a weight from a tensor's values, if these differ
-    # For matrices that differ from the tensor only in their order: the tensor's row for each row, likewise columns.
+    shapes: dict[str, tuple[int, ...]]  # the shapes of the weights
+    changes: dict[str, Change]  # compute a weight from a tensor's values, if these differ
+    # For matrices that differ from their tensor only in order: the tensor's index of each row, and of each column.
     rows: dict[str, Values]
     columns: dict[str, Values]
 
 
 def describe(file: GgufFile) -> Description:
-    """Describe the model. Raises UnsupportedModel, by name, for an unknown architecture, setting or tensor."""
+    """Describe a file's model. Raises UnsupportedModel with the name of an unknown architecture, setting or tensor."""
     architecture = check_architecture(file)
     if architecture in BY_TRANSFORMERS:
         return _as_transformers_knows(file, FileSettings(file, BY_TRANSFORMERS[architecture]))
@@ -81,9 +80,9 @@ def describe(file: GgufFile) -> Description:
 def _turned_rows(
     shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, config: Mapping[str, Any]
 ) -> dict[str, Values]:
-    """Return orders of the rows of queries and keys, because transformers rotates the two halves of a head.
+    """Return the orders that undo llama.cpp's reordering of queries and keys.
 
-    llama.cpp rotates adjacent pairs (0, 1), (2, 3).
+    llama.cpp rotates adjacent pairs (0, 1), (2, 3) of a head, and transformers pairs up the two halves of a head.
     """
     if not family.turns_neighbours:
         return {}
@@ -107,7 +106,7 @@ def _changes(tensors: Iterable[str], family: ModelFamily, config: Mapping[str, A
 
 @contextmanager
 def _refusing(file: GgufFile) -> Iterator[None]:
-    """Raise UnsupportedModel in place of transformers' errors, whose classes check their fields."""
+    """Raise UnsupportedModel for errors of any class that transformers' configurations raise for invalid fields."""
     try:
         yield
     except Exception as error:
@@ -126,7 +125,7 @@ def _own_config(file: GgufFile, config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Description:
-    """Describe a model by transformers' own tables."""
+    """Describe a model by the tables of transformers' own GGUF reader."""
     import torch
     from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations.gguf import get_gguf_config, get_gguf_conversion_mapping
@@ -135,7 +134,7 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or settings.count("block_count") > len(file.tensors):
         raise UnsupportedModel(f"{file.path} has fewer tensors than layers, or no token_embd.weight; {READ_INSTEAD}")
-    tokens = {"tokenizer.ggml.tokens": embedding.shape[0]}  # only their number is needed
+    tokens = {"tokenizer.ggml.tokens": embedding.shape[0]}  # transformers only needs the number of tokens
     with _refusing(file):
         config = get_gguf_config(dict(file.metadata) | tokens, tuple(file.tensors))
     config["dtype"] = embedding.dtype
@@ -147,7 +146,7 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each.operations for each in converters for pattern in each.source_patterns}
-    # If a weight joins the rows of several tensors: the index of each tensor, and the number of tensors.
+    # Pattern of a tensor whose rows are joined with others' → (its index, number of tensors).
     places = {
         pattern: (place, len(each.source_patterns))
         for each in converters
@@ -157,14 +156,14 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
     with _refusing(file):
         expected = dict(_shapes_of(own))
     tensors: dict[str, dict[int, GgufTensor]] = {}
-    num_expected: dict[str, int] = {}  # tensors for each weight
+    num_expected: dict[str, int] = {}  # number of tensors, by weight
     changes: dict[str, Change] = {}
     rows: dict[str, Values] = {}
     columns: dict[str, Values] = {}
     orders: dict[tuple[str | None, tuple[int, ...]], tuple[Values, Values] | None] = {}
     for source, tensor in file.tensors.items():
         name, pattern = rename_source_key(source, renamings, converters)
-        if name.startswith("mtp."):  # predicts further tokens; transformers does not support it
+        if name.startswith("mtp."):  # multi-token prediction, which transformers does not support
             continue
         if name not in expected:
             raise UnsupportedModel(
@@ -203,12 +202,12 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
 
 
 def part_of(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
-    """Return the shape of each of `num_parts` equal tensors whose joined rows are a weight of this shape."""
+    """Return the shape of each of `num_parts` equal tensors that make up a weight of this shape, joined by rows."""
     return (*shape[:-2], shape[-2] // num_parts, shape[-1]) if num_parts > 1 else shape
 
 
 def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] | None:
-    """Return the order of rows and of columns if the change of a matrix only reorders these; None otherwise."""
+    """Return the orders of rows and columns if a change merely reorders a matrix, or None. Reads no weights."""
     matrix = 2
     if len(shape) != matrix:
         return None
@@ -221,7 +220,7 @@ def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] |
 
 
 def _converted(operations: Sequence[Any], name: str, values: Values) -> Values:
-    """Return transformers' conversion of a tensor's values."""
+    """Convert a tensor's values by transformers' operations."""
     import torch
 
     result: Values = _applied(operations, name, torch.from_numpy(np.array(values))).contiguous().numpy()
@@ -236,7 +235,7 @@ def _applied(operations: Sequence[Any], name: str, tensor: torch.Tensor) -> torc
 
 
 def _shapes_of(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes of a model's weights. Tied weights are yielded once."""
+    """Yield the names and shapes of a model's weights. Of tied weights, only the first is yielded."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -254,7 +253,6 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict[str, Any]:
-    """Return the content of config.json."""
     hidden_size, num_heads = settings.count("embedding_length"), settings.count("attention.head_count")
     head_dim = settings.count("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", *(() if family.turns_parts else ("rope.dimension_count",))):
@@ -263,7 +261,7 @@ def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict
     if head_dim % 2:
         raise settings.refusal("attention.key_length", head_dim)
     num_layers = settings.count("block_count")
-    if num_layers > len(file.tensors):  # checked before names are made: a damaged number may exceed any memory
+    if num_layers > len(file.tensors):  # a damaged number of layers could exhaust memory
         raise settings.refusal("block_count", num_layers)
     embedding = file.tensors.get("token_embd.weight")
     kind, class_name = family.model_type, family.class_name
@@ -296,7 +294,7 @@ def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict
 
 
 def _experts(settings: FileSettings, kind: str) -> dict[str, Any]:
-    """Return the config.json fields of a mixture of experts. In llama.cpp, a token's expert weights sum up to one."""
+    """Return the config.json fields of a mixture of experts. llama.cpp normalises a token's weights to a sum of one."""
     if kind not in _EXPERTS:
         return {}
     num_experts, per_token = settings.count("expert_count"), settings.count("expert_used_count")
@@ -312,14 +310,14 @@ def _experts(settings: FileSettings, kind: str) -> dict[str, Any]:
 
 
 class _Wanted(NamedTuple):
-    """A weight of the model, or the weights of all experts: the names of its tensors in the file, and its shape."""
+    """The tensors in the file, and the shape, of one weight of the model, or of all experts' weights together."""
 
     sources: tuple[str, ...]
     shape: tuple[int, ...]
 
 
 def _wanted(file: GgufFile, family: ModelFamily, config: dict[str, Any]) -> dict[str, _Wanted]:
-    """Return the wanted weights by transformers' names."""
+    """Return all weights of the model by their names in transformers. Raises UnsupportedModel for an unknown name."""
     architecture = file.metadata["general.architecture"]
     [number] = [each for each, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known = get_tensor_name_map(number, config["num_hidden_layers"])
@@ -346,7 +344,7 @@ def _wanted(file: GgufFile, family: ModelFamily, config: dict[str, Any]) -> dict
 
 
 def _sources_of(name: str, family: ModelFamily, tensors: Mapping[str, GgufTensor]) -> tuple[str, ...] | None:
-    """Return the tensors of a weight that llama.cpp's package has no name for; None if the family names none."""
+    """Return the tensors that the family's own table names for a weight, or None if llama.cpp's package names it."""
     alternatives = next((own for end, own in family.tensors.items() if name.endswith(end)), None)
     if alternatives is None:
         return None
@@ -356,7 +354,7 @@ def _sources_of(name: str, family: ModelFamily, tensors: Mapping[str, GgufTensor
 
 
 def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of one layer's router and experts, by the file's tensor names."""
+    """Return (name in transformers, shape) of a layer's router and experts, by their tensor's name in the file."""
     part, (gate, up, down), count = _EXPERTS[config["model_type"]]
     experts, num_experts, hidden = f"{part}.experts.{_EXPERT}", config[count], config["hidden_size"]
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
@@ -369,7 +367,7 @@ def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...
 
 
 def _check_tensors(file: GgufFile, wanted: Mapping[str, _Wanted], family: ModelFamily) -> None:
-    """Raise UnsupportedModel for a tensor that is missing, unused or of another shape."""
+    """Raise UnsupportedModel if a tensor is missing, is not used, or has a wrong shape."""
     sources = [source for weight in wanted.values() for source in weight.sources]
     missing = [source for source in sources if source not in file.tensors]
     if missing:

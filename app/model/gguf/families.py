@@ -1,7 +1,7 @@
-"""The supported architectures of llama.cpp, with transformers' model for each.
+"""The architectures of llama.cpp that are supported, and how each is described in transformers' terms.
 
-A file of any other architecture is refused by name, because an ignored tensor or setting would make another model.
-Qwen3.5 and LFM2 use the tables of transformers' own reader.
+Files of other architectures are refused by name. To read them on a guess might miss a tensor or a setting, and the
+outputs would be wrong. Qwen3.5 and LFM2 use the tables of transformers' own reader.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
 from app.model.gguf.settings import FileSettings
 
 _FACTORS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-ROTARY_TENSORS = frozenset((_FACTORS, _LONG, _SHORT))  # these tensors are no weights
-# The fields of `rope_type: llama3`. All models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
+ROTARY_TENSORS = frozenset((_FACTORS, _LONG, _SHORT))  # scales of rotary positions, not weights
+# The parameters of `rope_type: llama3` that all Llama 3.1 to 3.3 share. Only the factor differs: 8 or 32.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_MOST_FACTOR = 1e20  # llama.cpp divides frequencies that do not turn by more: by 1e30 in Gemma 4
+_MOST_FACTOR = 1e20  # a larger divisor marks dimensions that are not rotated; Gemma 4 files use 1e30
 
 
 def _rotary(settings: FileSettings, head_dim: int) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def _rotary(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 
 def _with_windows(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary positions of layers without a window, and of layers with a window."""
+    """Return parameters of rotary positions for layers without and with a window, which have their own base."""
     theta = settings.number("rope.freq_base_swa", 10_000.0)
     return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
-    """Return llama.cpp's divisor of each frequency for `rope_type: llama3`."""
+    """Return the numbers by which llama.cpp divides the frequencies for `rope_type: llama3`, [head_dim / 2]."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high, length = _LLAMA3.values()
     smooth = (length / wavelengths - low) / (high - low)
@@ -65,7 +65,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
 
 
 def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
-    """Gemma 4 turns a part of each head, with the frequencies of a whole head."""
+    """Return Gemma 4's rotary parameters. It rotates a part of each head, with the frequencies of a whole head."""
     settings.require_scaling("none")
     factors = settings.factors(_FACTORS, head_dim // 2)
     num_turned = 0 if factors is None else int((factors == 1.0).sum())
@@ -76,7 +76,7 @@ def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
         or not np.all(factors[num_turned:] > _MOST_FACTOR)
     ):
         raise UnsupportedModel(
-            f"{settings.file.path}: tensor {_FACTORS} does not say which part of a head turns; {READ_INSTEAD}"
+            f"{settings.file.path}: tensor {_FACTORS} does not tell which part of a head is rotated; {READ_INSTEAD}"
         )
     part = num_turned / len(factors)
     theta = settings.number("rope.freq_base", 10_000.0)
@@ -84,7 +84,7 @@ def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 
 def _long_rope(settings: FileSettings, head_dim: int) -> dict[str, Any]:
-    """Phi-3 has one list of factors for short texts and one for long texts; Phi-4-mini turns a part of each head."""
+    """Return Phi-3's rotary parameters: factors for short and long texts, and the rotated part of each head."""
     settings.require_scaling("none", "longrope")
     size = settings.count("rope.dimension_count", head_dim)
     if size > head_dim or size % 2:
@@ -110,31 +110,30 @@ def _long_rope(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """An architecture of llama.cpp in transformers' terms."""
+    """How an architecture of llama.cpp is described in transformers' terms."""
 
     model_type: str
     class_name: str
-    turns_neighbours: bool = False  # llama.cpp turns the pairs (0, 1), (2, 3) of a head instead of its halves
-    turns_parts: bool = False  # whether only a part of each head is turned
-    known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read in addition to the common ones
-    by_layer: frozenset[str] = frozenset()  # settings that may have one number for each layer
-    rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # from the settings and the head size
-    # Further or changed fields of config.json, from the settings and the parameters of rotary positions.
+    turns_neighbours: bool = False  # llama.cpp rotates pairs (0, 1), (2, 3) of a head, not its halves
+    turns_parts: bool = False  # whether only a part of each head may be rotated
+    known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read, beyond the common ones
+    by_layer: frozenset[str] = frozenset()  # settings that may be lists with a number per layer
+    rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # takes the head size
+    # Returns further fields of config.json, which replace common ones. Takes the rotary parameters.
     more: Callable[[FileSettings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
-    # Tensors that llama.cpp's package has no name for, by the end of the weight's name in transformers. Each weight has
-    # a list of alternatives: the first one in the file is taken. The rows of an alternative's tensors are joined in
-    # order.
+    # Tensors that llama.cpp's package does not name, by the end of the weight's name in transformers. A weight may have
+    # several alternatives: the first that the file contains is used. The rows of an alternative's tensors are joined.
     tensors: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    reshaped: tuple[str, ...] = ()  # ends of the names of weights that have other shapes in the file
-    # Functions that make a weight from a tensor's values, by the end of the weight's name.
+    reshaped: tuple[str, ...] = ()  # ends of names of weights whose shape in the file differs
+    # Functions that compute a weight from a tensor's values, by the end of the weight's name.
     changes: Mapping[str, Callable[[Values], Values]] = field(default_factory=dict)
 
 
 def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
-    """Every second layer has a window. Scores and logits have soft caps."""
+    """Return the fields of Gemma 2: every second layer uses a window, and scores and logits are soft-capped."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
-    layers_of_27b = 46  # only this size does not scale scores by the head size
+    layers_of_27b = 46  # only this size scales scores by another number than the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -147,11 +146,11 @@ def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Every sixth layer has no window and scaled positions; the other layers have a window."""
+    """Return the fields of Gemma 3: all layers use a window but every sixth, whose positions are scaled."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
     every = settings.count("attention.sliding_window_pattern", 6)
-    layers_of_27b = 62  # only this size does not scale scores by the head size
+    layers_of_27b = 62  # only this size scales scores by another number than the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -165,7 +164,7 @@ def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Layers with and without a window have different head sizes; the last layers share keys and values."""
+    """Return the fields of Gemma 4: head sizes depend on the window, and the last layers reuse keys and values."""
     full, window = settings.count("attention.key_length"), settings.count("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if settings.count(key, window) != window:
@@ -212,7 +211,7 @@ def _granite(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Most layers are Mamba 2, and a file gives them 0 key heads."""
+    """Return the fields of Granite 4: most layers are Mamba 2, which a file marks by 0 key heads."""
     num_heads, inner = settings.count("ssm.time_step_rank"), settings.count("ssm.inner_size")
     hidden_size, has_experts = settings.count("embedding_length"), settings.has("expert_count")
     if inner % num_heads or inner % hidden_size:
@@ -222,7 +221,7 @@ def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, A
     return {
         **_granite(settings, rope),
         "layer_types": kinds,
-        # llama.cpp's own switch of rotary positions; its converter disables it for all models with Mamba layers.
+        # llama.cpp's switch for rotary positions. Its converter disables them for all models with Mamba layers.
         "position_embedding_type": "rope" if settings.text("rope.scaling.finetuned", "True") == "True" else None,
         "num_local_experts": settings.count("expert_count") if has_experts else 0,
         "num_experts_per_tok": settings.count("expert_used_count") if has_experts else 0,
@@ -240,7 +239,7 @@ def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, A
 
 
 def _ministral3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Ministral 3 scales queries by their position. Files without this scale are Mistral Small 3.1 or 3.2."""
+    """Return the fields of Ministral 3 or, if the file does not scale queries by position, Mistral Small 3.1 or 3.2."""
     scales: dict[str, Any] = {}
     if settings.has("rope.scaling.yarn_log_multiplier"):
         scales = {"mscale": 1.0, "mscale_all_dim": settings.number("rope.scaling.yarn_log_multiplier")}
@@ -261,7 +260,7 @@ def _phi3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _smollm3(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
-    """Every fourth layer has no rotary positions."""
+    """Return the fields of SmolLM3: every fourth layer uses no rotary positions."""
     every = 4
     has_rope = [int((layer + 1) % every != 0) for layer in range(settings.count("block_count"))]
     return {"no_rope_layer_interval": every, "no_rope_layers": has_rope, "use_sliding_window": False}
@@ -315,7 +314,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             ".experts.down_proj": (("ffn_down_exps.weight",),),
         },
     ),
-    "granite": ModelFamily(  # includes Granite 4 without Mamba layers, whose files keep the Mamba settings
+    "granite": ModelFamily(  # also Granite 4 without Mamba layers, whose files still contain Mamba settings
         model_type="granite",
         class_name="GraniteForCausalLM",
         turns_neighbours=True,
@@ -366,7 +365,7 @@ _QWEN35 = frozenset(
         "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers", "attention.recurrent_layers",
     )
 )  # fmt: skip
-# transformers' own tables have the configuration, the names and the changes. The values are the settings they read.
+# Architectures that are described by transformers' own tables, with the settings that these tables read.
 BY_TRANSFORMERS: Mapping[str, frozenset[str]] = {
     "lfm2": frozenset(("shortconv.l_cache",)),
     "qwen35": _QWEN35,
@@ -375,7 +374,7 @@ BY_TRANSFORMERS: Mapping[str, frozenset[str]] = {
 
 
 def check_architecture(file: GgufFile) -> str:
-    """Return the architecture of a file. Raises UnsupportedModel if the architecture is not in the tables."""
+    """Return the architecture of a file. Raises UnsupportedModel if it is not supported."""
     architecture = str(file.metadata.get("general.architecture"))
     known = [*FAMILIES, *BY_TRANSFORMERS]
     if architecture == "clip":

@@ -1,4 +1,4 @@
-"""The places of a model's weights in its GGUF file. A second start reads them instead of the file's header."""
+"""Stores where a model's weights are in its GGUF file, so that later starts need not parse the file's header."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _NAME = "gguf.json"
 
 
 class PlacedWeight(NamedTuple):
-    """The place of a weight: a tensor of a GGUF file, or a part of a tensor, or some of the weight's rows."""
+    """Where a GGUF file stores a weight, or some of its rows. It may be a whole tensor or a part of one."""
 
-    kind: int  # the type of its numbers, by ggml's number
+    kind: int  # ggml's number of the type
     start: int  # byte offset in the file
     num_bytes: int
     shape: list[int]  # the last dimension is contiguous
-    # Names of vectors in the folder's safetensors file: the tensor's row for each row of the weight, and its column
-    # for each column. None: the order is unchanged.
+    # If the weight's rows or columns are reordered: the name of a vector in the folder's safetensors file, which
+    # stores the tensor's index of each row or column of the weight.
     rows: str | None = None
     columns: str | None = None
-    part: int = 0  # index of the file
+    part: int = 0  # index in `Manifest.files`
 
 
 class DescribedFile(NamedTuple):
-    """A GGUF file at the time of its description."""
+    """The identity of a GGUF file when the manifest was written, to detect later changes."""
 
     path: str
     num_bytes: int
@@ -42,11 +42,11 @@ class DescribedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The files of a model, and its weights by transformers' names."""
+    """The files of a model, and its weights by their names in transformers."""
 
     files: Sequence[DescribedFile]
-    kinds: Mapping[str, str]  # the names of the weights' types, by ggml's numbers
-    # The rows of several places are joined in this order, along the second-last dimension.
+    kinds: Mapping[str, str]  # names of ggml's types by their number
+    # A weight with several entries joins their rows in this order, along the second-last dimension.
     weights: Mapping[str, Sequence[PlacedWeight]]
 
     def write(self, folder: Path) -> None:
@@ -55,9 +55,9 @@ class Manifest:
 
 
 def manifest_in(folder: Path) -> Manifest | None:
-    """Read the manifest from a model's folder; None if the folder holds the weights itself.
+    """Read the manifest in a model's folder. Returns None if there is none, as in folders that hold the weights.
 
-    Raises InvalidSetup if a GGUF file has changed since the manifest was written, or is missing.
+    Raises InvalidSetup if a GGUF file is missing or has changed since the manifest was written.
     """
     try:
         content = json.loads((folder / _NAME).read_text(encoding="utf-8"))

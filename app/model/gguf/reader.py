@@ -1,7 +1,7 @@
-"""Reads a GGUF file: its metadata and the values of its tensors.
+"""Reads the metadata and tensors of a GGUF file.
 
-`gguf.GGUFReader` is not used: it takes seconds and hundreds of megabytes for a large vocabulary, and fails with numpy
-errors on a damaged or truncated file.
+`gguf.GGUFReader` is not used, because it takes seconds and hundreds of megabytes for a large vocabulary, and fails on
+damaged or truncated files with numpy errors that do not name the problem.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from app.errors import InvalidSetup, UnsupportedModel
 READ_INSTEAD = "set model.path to the model's folder or hub id with safetensors instead"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST_ENTRIES = 2**23  # list entries, or bytes of a text; large vocabularies have 300,000 tokens, 600,000 merges
+_MOST_ENTRIES = 2**23  # limit for lists and for bytes of a text; large vocabularies have 600,000 merges
 
 
 Values = np.ndarray[Any, Any]
 
-# The types without blocks, by torch's names.
+# The 16-bit types, with their names in torch.
 _PLAIN = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The place of a tensor in its file."""
+    """Where a tensor is stored in its file, and in which type and shape."""
 
     name: str
     shape: tuple[int, ...]  # the last dimension is contiguous
     kind: GGMLQuantizationType
     start: int  # byte offset in the file
-    part: int = 0  # index of the model's file
+    part: int = 0  # index of the file, if a model is split into several
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +55,11 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """torch's name of a type that represents all values of the tensor."""
+        """The name in torch of a type that represents all values of the tensor exactly."""
         return _PLAIN.get(self.kind, "float32")
 
     def parts(self) -> Iterator[GgufTensor]:
-        """Yield the pieces of the tensor along its first dimension, each as a tensor without that dimension."""
+        """Split the tensor along its first dimension, which the yielded tensors lack."""
         count = self.shape[0]
         for index in range(count):
             start = self.start + index * self.num_bytes // count
@@ -67,15 +67,13 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A GGUF file mapped into memory, or all files of a model that has several."""
+    """A model's GGUF file, mapped into memory, or all of its files if the model is split into several."""
 
     def __init__(self, path: Path) -> None:
-        """Read everything except the tensors' values.
-
-        path: the only file, or the first of several.
+        """Read all metadata, but not the tensors' values. path: the only file, or the first of several.
 
         Raises:
-            InvalidSetup: a file cannot be read, is no GGUF file or is truncated; or a part of the model is missing.
+            InvalidSetup: a file cannot be read, is truncated or not a GGUF file, or a file of the model is missing.
             UnsupportedModel: a tensor has a type that is not supported.
         """
         first = _OneFile(path, 0)
@@ -91,7 +89,7 @@ class GgufFile:
             raise InvalidSetup(f"{path}: the parts have {len(self.tensors):,} tensors, and {count!r} are expected")
 
     def values(self, tensor: GgufTensor) -> Values:
-        """Return a tensor's values in float32."""
+        """Return a tensor's dequantised values as a float32 copy."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
         content = self.files[tensor.part].content
@@ -100,7 +98,7 @@ class GgufFile:
 
 
 def _other_parts(first: _OneFile) -> list[Path]:
-    """Return the files after the first one, named as llama.cpp names them."""
+    """Return a split model's other files. Raises InvalidSetup if the first one's name does not match llama.cpp's."""
     count = first.metadata.get("split.count", 1)
     most = 10_000
     if not isinstance(count, int) or not 0 <= count < most:
@@ -120,8 +118,6 @@ def _other_parts(first: _OneFile) -> list[Path]:
 
 
 class _OneFile:
-    """A single file."""
-
     def __init__(self, path: Path, part: int) -> None:
         self.path, self._part = path, part
         try:
@@ -245,6 +241,6 @@ class _OneFile:
         return _FORMATS[kind]
 
     def _check_left(self, num_bytes: int) -> None:
-        # Check before memory is allocated: a damaged count may exceed any memory.
+        # A damaged count could exceed all memory, so check it before memory is allocated.
         if num_bytes > len(self.content) - self._place:
             raise ValueError(f"{num_bytes:,} bytes should follow")

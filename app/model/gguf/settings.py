@@ -1,4 +1,4 @@
-"""Reads the settings of one architecture from the metadata of a GGUF file."""
+"""Reads an architecture's settings from the metadata of a GGUF file, and refuses unknown ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from app.errors import UnsupportedModel
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
 
-# Settings that files of every architecture may have. A file with a setting that its family does not know is refused.
+# Settings that are supported for every architecture. A file with a setting that its family does not know is refused.
 _KNOWN = frozenset(
     (
         "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -20,12 +20,12 @@ _KNOWN = frozenset(
 
 
 class FileSettings:
-    """The settings of one architecture in a file's metadata."""
+    """The validated settings of an architecture. Every method raises UnsupportedModel for an invalid value."""
 
     def __init__(self, file: GgufFile, known: frozenset[str], by_layer: frozenset[str] = frozenset()) -> None:
-        """known: settings that are read in addition to the common ones. by_layer: settings that may differ by layer.
+        """known: settings that the family reads beyond the common ones. by_layer: settings that may differ by layer.
 
-        Raises UnsupportedModel for any other setting.
+        Raises UnsupportedModel if the file contains any other setting whose value is not zero or empty.
         """
         self.file = file
         self.architecture = str(file.metadata["general.architecture"])
@@ -39,9 +39,9 @@ class FileSettings:
                 raise self.refusal(key, value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a count; the largest one if the setting differs by layer.
+        """Return a count, or the largest one if the setting differs by layer.
 
-        Raises UnsupportedModel if the value is no positive integer, or is missing without a default.
+        Raises UnsupportedModel if the value is not a positive integer, or is missing and has no default.
         """
         value = self._found.get(key, default)
         if key in self._by_layer and isinstance(value, list):
@@ -51,11 +51,11 @@ class FileSettings:
         return value
 
     def count_if_any(self, key: str) -> int | None:
-        """Return a count; None if it is missing or zero. Raises UnsupportedModel as `count`."""
+        """Return a count, or None if it is missing or zero. Raises UnsupportedModel like `count`."""
         return self.count(key) if self.has(key) else None
 
     def counts(self, key: str) -> list[int]:
-        """Return a count for each layer. Raises UnsupportedModel if a count is no integer or is negative."""
+        """Return a count per layer. Raises UnsupportedModel if one is negative or no integer, or if one is missing."""
         value, num_layers = self._found.get(key), self.count("block_count")
         if isinstance(value, list):
             if len(value) != num_layers or any(type(each) not in (int, bool) or each < 0 for each in value):
@@ -64,32 +64,32 @@ class FileSettings:
         return [self.count(key)] * num_layers
 
     def flags(self, key: str) -> list[bool]:
-        """Return a flag for each layer; an empty list if the file has none."""
+        """Return a flag per layer, or an empty list if the setting is missing."""
         return list(map(bool, self.counts(key))) if key in self._found else []
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number. Raises UnsupportedModel if it is not positive, or is missing without a default."""
+        """Return a float. Raises UnsupportedModel if it is not positive and finite, or is missing without a default."""
         value = self._found.get(key, default)
         if not isinstance(value, float) or not 0 < value < float("inf"):
             raise self.refusal(key, value)
         return value
 
     def has(self, key: str) -> bool:
-        """Return whether the file has the setting and its value is not zero."""
+        """Return whether the file contains the setting with a value that is not zero or empty."""
         return bool(self._found.get(key))
 
     def text(self, key: str, default: str) -> str:
         return str(self._found.get(key, default))
 
     def require_scaling(self, *known: str) -> None:
-        """Raise UnsupportedModel if positions are scaled in a way that is not in `known`."""
+        """Raise UnsupportedModel unless the file's type of position scaling is one of `known`."""
         if (kind := self.text("rope.scaling.type", "none")) not in known:
             raise self.refusal("rope.scaling.type", kind)
 
     def factors(self, name: str, size: int) -> Values | None:
-        """Return a vector of `size` factors for rotary positions; None if the file has none.
+        """Return a tensor of `size` factors for rotary positions, or None if the file has none of this name.
 
-        Raises UnsupportedModel if the tensor has another shape.
+        Raises UnsupportedModel if the tensor's shape is not [size].
         """
         tensor = self.file.tensors.get(name)
         if tensor is None:
@@ -101,7 +101,7 @@ class FileSettings:
         return self.file.values(tensor)
 
     def given(self, names: Mapping[str, str]) -> dict[str, float]:
-        """Return optional numbers under new names. names: the setting for each new name."""
+        """Return the numbers that the file contains, under new names. names: new name → setting."""
         return {name: self.number(key) for name, key in names.items() if key in self._found}
 
     def refusal(self, key: str, value: object) -> UnsupportedModel:

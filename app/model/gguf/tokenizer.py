@@ -1,4 +1,4 @@
-"""Writes tokenizer.json, special tokens and the chat template from the vocabulary of a GGUF file."""
+"""Converts the tokenizer in a GGUF file's metadata to tokenizer.json, special tokens and a chat template."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from app.model.gguf.reader import READ_INSTEAD, GgufFile
 logger = logging.getLogger(__name__)
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Rules by which text is split before merges, by the values of `tokenizer.ggml.pre` that transformers does not know.
-# For all of these, transformers uses GPT-2's rule; the other rules come from llama.cpp.
+# How text is split before merges, by values of `tokenizer.ggml.pre`. transformers does not know these values and would
+# use GPT-2's rule for all of them. The rules below are llama.cpp's.
 _GPT2_RULE = frozenset(
     ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum")
 )
-_SINGLE_DIGITS = frozenset(  # GPT-2's rule, with single digits
+_SINGLE_DIGITS = frozenset(  # GPT-2's rule, but each digit is a token
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
 )
 _AS_NAMED = {"chatglm-bpe": "llama3", "glm4": "llama3", "stablelm2": "qwen2", "hunyuan": "qwen2", "solar-open": "qwen2"}
-_COMPOSED = frozenset(("qwen2", "qwen35"))  # Qwen's tokenizers normalise texts to NFC; llama.cpp does not
+_COMPOSED = frozenset(("qwen2", "qwen35"))  # Qwen's tokenizers normalise text to NFC, though llama.cpp does not
 _SPLITS = {
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
     "deepseek-v3": (
@@ -35,7 +35,7 @@ _SPLITS = {
 
 
 def save_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template.
+    """Write tokenizer.json, tokenizer_config.json and the chat template to a folder.
 
     Raises:
         InvalidSetup: the installed transformers is too old.
@@ -62,7 +62,7 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
         special = {
             name: tokens[given[key]] for name, kind in _SPECIAL.items() if (key := f"ggml.{kind}_token_id") in given
         }
-    except Exception as error:  # tokenizers raises Exception itself, for merges of tokens that do not exist
+    except Exception as error:  # tokenizers raises plain Exception for merges of unknown tokens
         raise UnsupportedModel(
             f"{file.path}: its tokenizer ({described.get('tokenizer_type')}, {described.get('pre_tokenizer_type')}) "
             f"cannot be read: {error}; {READ_INSTEAD}"
@@ -70,29 +70,29 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=given.get("chat_template"),
-        # llama.cpp adds the first token if a sentencepiece vocabulary has no such setting.
+        # Without this setting, llama.cpp adds the BOS token for sentencepiece vocabularies.
         add_bos_token=bool(given.get("ggml.add_bos_token", described.get("tokenizer_type") == "llama")),
         add_eos_token=bool(given.get("ggml.add_eos_token", False)),
         **special,
     )
     tokenizer.save_pretrained(folder)
-    # The saved form has spaces and line breaks, which are half of a large vocabulary; this form has none.
+    # Written again without indentation, which makes up half of a large vocabulary's file.
     (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
 
 
 def _without_others(backend: Any, vocab_size: int) -> Any:
-    """Remove GPT-2's special tokens, which transformers adds: the model has no embeddings for them."""
+    """Remove the special tokens of GPT-2 that transformers adds, because the model has no embeddings for them."""
     content = json.loads(backend.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
     return type(backend).from_str(json.dumps(content))
 
 
 def _set_rule(backend: Any, described: dict[str, Any], architecture: str) -> None:
-    """Set the rule by which text is split before merges. Raises ValueError for an unknown rule: other tokens result."""
+    """Set how text is split before merges. Raises ValueError for an unknown rule, as a guess would change tokens."""
     from tokenizers import Regex, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    adds_space = not architecture.startswith("gemma")  # transformers' tokenizer does this
+    adds_space = not architecture.startswith("gemma")  # as transformers' tokenizer does regardless of the setting
     if described.get("tokenizer_type") == "llama" and described.get("add_prefix_space", True) != adds_space:
         raise ValueError(f"tokenizer.ggml.add_space_prefix is {not adds_space}".lower())
     rule = described.get("pre_tokenizer_type")

@@ -82,7 +82,6 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
     for name, given, usual in (
         ("quantization", config.quantization, "none"),
         ("batch_invariant", config.batch_invariant, False),
-        ("require", config.require, None),
     ):
         if given != usual:
             raise InvalidSetup(

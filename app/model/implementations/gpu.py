@@ -18,7 +18,7 @@ import torch
 from app.config import GIB, EngineConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.largest_batch import largest_batch
-from app.engine.request import SamplingParams
+from app.engine.request import FILTERS, SamplingParams
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.attention import PagedAttention, TorchAttention, plain_attention_bytes
 from app.model.cuda.attention import TritonAttention
@@ -48,9 +48,8 @@ _NUM_WORKSPACES = 3
 # The trial of our sampling kernels draws with these options as well as with the options of the largest step.
 _DRAWS = (
     SamplingParams(max_tokens=1, logprobs=2, temperature=0.0),
-    SamplingParams(max_tokens=1, logprobs=2, seed=1, top_k=5),
-    SamplingParams(max_tokens=1, logprobs=2, seed=2, min_p=0.1),
     SamplingParams(max_tokens=1, logprobs=2, seed=3, temperature=0.7),
+    *(SamplingParams(max_tokens=1, logprobs=2, seed=1, **{name: value}) for name, value in FILTERS.items()),
 )
 _is_close = partial(math.isclose, abs_tol=1e-3)
 

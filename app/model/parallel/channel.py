@@ -1,4 +1,4 @@
-"""Messages between rank 0 and another rank over a pair of sockets. Tensors go through the group instead."""
+"""Sends messages between rank 0 and another rank over a pair of sockets. Tensors use the `RankGroup` instead."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from app.errors import CarouselError, from_plain
 
-_LENGTH = struct.Struct("<IB")  # the length of a message, and its kind
+_LENGTH = struct.Struct("<IB")  # a message's length, then its kind
 
 
 class Kind(IntEnum):
-    """The kinds of messages."""
+    """The kinds of messages, with their contents."""
 
-    SETTINGS = 0  # JSON: the settings for the load of a rank
-    STEP = 1  # a step as `StepWriter` writes it
-    SYNC = 2  # empty: the other rank answers with a SYNC when it has done all earlier messages
-    PREPARE = 3  # empty: prepare for the first step, for example capture graphs
-    FAILED = 4  # JSON: the error that ends the other rank, or the error of loading an adapter
-    ADAPTER = 5  # JSON: a slot, and the file with a rank's part of an adapter; answered with a SYNC when it is loaded
+    SETTINGS = 0  # JSON: the settings with which the rank loads its part of the model
+    STEP = 1  # a step, encoded by `StepWriter`
+    SYNC = 2  # empty; the rank answers with a SYNC when it has processed all earlier messages
+    PREPARE = 3  # empty; asks the rank to prepare for its first step, for example to capture graphs
+    FAILED = 4  # JSON: an error that ends the sender, or that an adapter's load has raised
+    ADAPTER = 5  # JSON: a slot, and a file with the rank's part of an adapter; answered with a SYNC once loaded
 
 
 class Channel:
-    """One end of the pair of sockets. Any thread may send, and one thread reads messages."""
+    """One end of the connection. Any thread may send, but only one may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -42,10 +42,10 @@ class Channel:
         self.send(Kind.FAILED, json.dumps(error.to_plain(), default=str).encode())
 
     def receive(self) -> tuple[Kind, bytes]:
-        """Wait for the next message and return it.
+        """Wait for the next message and return its kind and content.
 
         Raises:
-            CarouselError: the error that the other process ended with, or that it had with an adapter.
+            CarouselError: the other process has sent this error, see `Kind.FAILED`.
             EOFError: the other process has ended.
         """
         head = self._read(_LENGTH.size)

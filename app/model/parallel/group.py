@@ -1,7 +1,7 @@
-"""The exchanges between the ranks of one model: gloo on CPUs; NCCL and torch's symmetric memory for sums on GPUs.
+"""Exchanges tensors between the ranks of a model: by gloo on CPUs, by NCCL and torch's symmetric memory on GPUs.
 
-All ranks must call the same functions in the same order. If one rank does not, the other ranks raise ExchangeFailed
-after the timeout of the group. If one rank ends, they raise it at once. The group cannot be used afterwards.
+All ranks must call the same functions in the same order. If one does not, the others raise ExchangeFailed after the
+group's timeout; if one ends, they raise it at once. Afterwards, the group can no longer be used.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The connection of this process to the other ranks of a model. Rank 0 has the engine."""
+    """This process's connection to the other ranks of a model. Rank 0 runs the engine."""
 
     def __init__(self, rank: int, size: int, *, store: Path, device: torch.device, timeout_s: float) -> None:
-        """Connect to the other ranks. Returns when all ranks have connected.
+        """Connect to the other ranks. Blocks until all ranks have connected.
 
-        store: a file that all ranks share and that does not exist yet, in a folder that only this user can open.
-        device: this rank's device, which holds all tensors that are exchanged.
-        timeout_s: the longest wait of an exchange for the other ranks, in seconds.
+        store: a file that all ranks share. It must not exist yet, and only this user may have access to its folder.
+        device: this rank's device. All exchanged tensors must be on it.
+        timeout_s: how long an exchange waits for the other ranks, in seconds.
 
-        Raises RuntimeError if a rank does not connect in time. `ExchangeCounts` reports the missing ranks.
+        Raises RuntimeError if a rank does not connect in time. `ExchangeCounts.missing` tells which ranks are missing.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self._counts = ExchangeCounts(store, size)
@@ -51,11 +51,11 @@ class RankGroup:
         self._sizes = SizesOfRank(size)
         self._number = torch.zeros(1, dtype=torch.long, device=device)
         timeout = timedelta(seconds=timeout_s)
-        # A file needs no port. Another user of this machine could answer on a port first.
+        # A file is safer than a port, on which another user of this machine could answer first.
         files = FileStore(str(store), size)
         files.set_timeout(timeout)
         if device.type == "cuda":
-            # Captured exchanges have their own communicator. Other engines have hung with one for both kinds.
+            # Captured exchanges use a separate communicator, because other engines have hung with one for both kinds.
             self._all = tuple(_nccl(PrefixStore(name, files), rank, size, timeout) for name in ("eager", "captured"))
         else:
             self._all = (_gloo(files, rank, size, timeout),)
@@ -67,15 +67,15 @@ class RankGroup:
             linked = PrefixStore("symmetric", files)
             try:
                 self._symmetric = self.together(lambda: SymmetricSums(linked, rank, size, device))
-            except (RuntimeError, ImportError, AttributeError) as error:  # other versions of torch have other names
-                logger.info("sums go through NCCL and not through symmetric memory: %s", error)
+            except (RuntimeError, ImportError, AttributeError) as error:  # other versions of torch use other names
+                logger.info("ranks add by NCCL and not through symmetric memory: %s", error)
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Use the communicator for captured exchanges: around the capture of a CUDA graph and its warm-up."""
+        """Return a context with the communicator for captured exchanges. Wrap a graph's warm-up and capture in it."""
         return self._with(self._all[-1])
 
     def alone(self) -> AbstractContextManager[None]:
-        """Only allocate the memory of exchanges: around work that may fail on some ranks, so that no rank waits."""
+        """Return a context in which exchanges wait for no rank and only allocate, for work that may fail on one."""
         return self._with(None)
 
     @contextmanager
@@ -87,9 +87,9 @@ class RankGroup:
             self._processes = self._all[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do work on all ranks that waits for no other rank. If the work fails on one rank, every rank raises an error.
+        """Run `work`, which must wait for no other rank, on all ranks. If it fails on one, every rank raises an error.
 
-        `is_out_of_memory` says on every rank whether the reason is a lack of memory.
+        On every rank, `is_out_of_memory` returns whether the reason is a lack of memory.
         """
         done, no_room, failed = 2, 1, 0
         outcome, error = done, None
@@ -105,9 +105,9 @@ class RankGroup:
         raise error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace each number by its sum over all ranks. The bits depend neither on the rank nor on the other numbers.
+        """Replace each number by its sum over all ranks. Its bits depend neither on the rank nor on the other numbers.
 
-        The tensor must be contiguous, and have the same shape and type on all ranks.
+        The tensor must be contiguous, and equal in shape and type on all ranks.
         """
         if self._processes is None:
             self._sizes.all_reduce(tensor)
@@ -129,7 +129,7 @@ class RankGroup:
             _exchange(lambda: self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the columns of all ranks: [..., num_columns] of one shape → [..., size * num_columns] on all ranks."""
+        """Return the columns of all ranks, [..., size * num_columns]. tensor: [..., num_columns], equal in shape."""
         if self._processes is None:
             return self._sizes.gather_columns(tensor)
         self._counts.add(self.rank)
@@ -138,7 +138,7 @@ class RankGroup:
         return torch.cat(parts, dim=-1)
 
     def gather_at_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the columns of all ranks on rank 0. The other ranks get their own columns back."""
+        """Return the columns of all ranks on rank 0. On any other rank, return the tensor itself."""
         if self._processes is None:
             return self._sizes.gather_columns(tensor) if self.rank == 0 else tensor
         self._counts.add(self.rank)
@@ -149,30 +149,30 @@ class RankGroup:
         return torch.cat(parts, dim=-1) if parts else tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy the tensor of rank 0 to all ranks. It must be contiguous, and have one shape and type on all ranks."""
+        """Copy rank 0's tensor to all ranks. It must be contiguous, and equal in shape and type on all ranks."""
         self._counts.add(self.rank)
         _exchange(lambda: self._processes.broadcast(tensor, 0))
 
     def minimum(self, number: int) -> int:
-        """Return the least of the numbers of all ranks."""
+        """Return the smallest of the numbers that all ranks pass."""
         self._counts.add(self.rank)
-        self._number.fill_(number)  # allocated at the start, so that this works without free memory
+        self._number.fill_(number)  # allocated in advance, so that this works without free memory
         _exchange(lambda: self._processes.allreduce([self._number], ReduceOp.MIN))
         return int(self._number.item())
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change how many seconds an exchange waits for the other ranks."""
+        """Set how long an exchange waits for the other ranks, in seconds."""
         for processes in self._all:
             processes.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Fail the exchanges that other threads of this rank wait for. Any thread may call this method."""
+        """Make the pending exchanges of this rank fail. Thread-safe."""
         for processes in self._all:
             processes.abort()
 
 
 def _exchange(begin: Callable[[], Any]) -> None:
-    """Run an exchange. Raises ExchangeFailed if another rank has ended, or does not take part in time."""
+    """Run an exchange and wait for it. Raises ExchangeFailed if another rank has ended or does not join in time."""
     try:
         begin().wait()
     except RuntimeError as error:
@@ -180,20 +180,20 @@ def _exchange(begin: Callable[[], Any]) -> None:
 
 
 class ExchangeCounts:
-    """Counts the exchanges that each rank has begun, in a file that all ranks share, to find the rank that hangs.
+    """Counts the exchanges that each rank has begun, in a shared file, so that a rank that hangs can be identified.
 
-    Exchanges in a captured graph are not counted.
+    Exchanges in captured graphs are not counted.
     """
 
     def __init__(self, store: Path, size: int) -> None:
-        """Open the file of counts beside the `store` of the group. The first rank creates the file."""
+        """Map the file with the counts, which is beside the group's `store`. Creates it if needed."""
         count_bytes = 8
         with open(store.with_name(f"{store.name}-counts"), "a+b", buffering=0) as file:
-            os.ftruncate(file.fileno(), size * count_bytes)  # adds zeros to a new file, and keeps existing counts
+            os.ftruncate(file.fileno(), size * count_bytes)  # fills a new file with zeros, and keeps existing counts
             self._counts = memoryview(mmap.mmap(file.fileno(), size * count_bytes)).cast("Q")
 
     def add(self, rank: int) -> None:
-        """Count an exchange of a rank. Only the rank itself may call this method."""
+        """Count an exchange of a rank. Only that rank may call this method."""
         self._counts[rank] += 1
 
     def missing(self) -> list[int]:
@@ -206,7 +206,7 @@ def _gloo(files: Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._threads = 1  # one exchange at a time
+    options._threads = 1  # enough, because exchanges run one at a time
     return ProcessGroupGloo(files, rank, size, options)
 
 

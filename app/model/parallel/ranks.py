@@ -1,7 +1,7 @@
-"""Rank 0's side of tensor parallelism. Starts the other ranks, sends them steps, and watches ranks and steps.
+"""Rank 0's side of tensor parallelism: starts the other ranks, sends them steps, and watches for ranks that hang.
 
-If a rank dies or hangs, the exchanges of a step hang, and no rank can compute another step. The first error of a step
-or a rank therefore ends all ranks. The step raises DeviceLost, the engine ends, and other replicas resume its streams.
+If a rank dies or hangs, so do the exchanges of its step, and no rank can run another one. The first error of a step or
+a rank therefore ends all ranks. The step raises DeviceLost, the engine ends, and other replicas resume its streams.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from app.model.parallel.steps import StepWriter
 
 logger = logging.getLogger(__name__)
 
-# The wait of a rank for the other ranks to connect. The ranks have loaded torch before.
+# How long ranks wait for each other to connect, when all have already imported torch.
 MEET_TIMEOUT_S = 60.0
-# The time to load a model, and the time to capture its steps: weights are read, and kernels are compiled.
+# The limit for reading weights, and for compiling kernels and capturing steps.
 START_TIMEOUT_S = 1800.0
-# The wait for killed ranks to end. A rank that hangs in a driver does not end.
+# How long to wait for killed ranks to end. A rank that hangs in a driver does not end at all.
 END_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleCard:
-    """A GPU that this process sees."""
+    """The properties of a visible GPU that matter for sharing a model."""
 
     name: str
     num_bytes: int
 
 
 def cards() -> list[VisibleCard]:
-    """Return the GPUs that this process sees."""
+    """Return all GPUs that are visible to this process."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [VisibleCard(each.name, each.total_memory) for each in found]
 
 
 def check_cards(found: Sequence[VisibleCard], size: int) -> None:
-    """Raise InvalidSetup, with the numbers, if a model cannot be divided among `size` of these GPUs."""
+    """Raise InvalidSetup, with the numbers, if these are fewer than `size` GPUs, or GPUs of different kinds."""
     if len(found) < size:
         raise InvalidSetup(
             f"replicas.tensor_parallel: got {size}, but this process sees {len(found)} GPUs; lower it, or reserve more"
@@ -75,9 +75,9 @@ def check_cards(found: Sequence[VisibleCard], size: int) -> None:
 
 
 def check_heads(described: Mapping[str, Any], size: int) -> None:
-    """Raise InvalidSetup, with the numbers, if `size` ranks cannot share the attention heads of a config.json.
+    """Raise InvalidSetup, with the numbers, if `size` does not divide the attention heads. described: config.json.
 
-    This runs before any process is started. Other parts that ranks cannot share are found when the model is loaded.
+    Called before any process is started. Loading the model checks its other parts.
     """
     heads = (described.get("text_config") or described).get("num_attention_heads")
     check_divisible({"num_attention_heads": heads}, size, of="the model")
@@ -85,15 +85,15 @@ def check_heads(described: Mapping[str, Any], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Work of this rank that may wait for the other ranks."""
+    """Work of this rank that may wait for other ranks, so that the watching thread can tell when it hangs."""
 
     name: str
-    limit_s: float  # work that takes longer counts as hung
+    limit_s: float  # longer work counts as hung
     began_at: float  # time.monotonic()
 
 
 class Ranks:
-    """The other ranks, as rank 0 sees them. One thread sends steps, and another thread sends adapters."""
+    """Rank 0's handle on the other ranks. One thread may send steps while another one sends adapters."""
 
     def __init__(
         self,
@@ -105,14 +105,15 @@ class Ranks:
         step_timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Start the other ranks and wait until all have connected.
+        """Start the other ranks. Blocks until all have connected.
 
-        start: starts the process of a rank, which inherits the socket with this file descriptor. The process reads JSON
-        settings there, with its rank, the size, and the store and the timeout of the group, and answers with a SYNC.
-        start_timeout_s: the limit for each of the start of the ranks, the load and the capture.
+        start: starts a rank's process, which must inherit the socket with the given file descriptor. From the socket
+            the process reads JSON: `settings` with its rank, and the group's size, store and timeout. It answers with
+            a SYNC.
+        step_timeout_s, start_timeout_s: the limits for a step, and for each of connecting, loading and capturing.
 
         Raises:
-            CarouselError: the error that a rank has ended with, or a message with the rank that hangs.
+            CarouselError: a rank has ended with this error, or hangs and is named in the message.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="carousel-ranks-"))
         store = self._folder / "store"
@@ -121,7 +122,7 @@ class Ranks:
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._work: _Work | None = None
-        self._awaited: int | None = None  # the rank whose answer this rank waits for
+        self._awaited: int | None = None  # the rank whose answer rank 0 waits for
         self._loss: str | None = None
         self._is_closing = False
         self._lock = threading.Lock()  # held while one thread ends the ranks
@@ -136,7 +137,7 @@ class Ranks:
         )  # fmt: skip
         self._watching.start()
         started.wait()
-        # Exchanges wait twice the timeout, so that the watch ends the work that hangs first, and reports it.
+        # The timeout of exchanges is doubled, so that the watching thread finds and names the rank that hangs first.
         exchanges_wait = 2
         with self._starting("the start of the ranks"):
             if len(self.processes) < size - 1:
@@ -150,9 +151,9 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Limit the time of the load on all ranks, and wait for all of them at the end.
+        """Return a context for loading rank 0's part. On exit, wait until all ranks have loaded theirs.
 
-        Raises the error of the rank that failed, if a rank has sent one, or an error that names the rank that hangs.
+        Raises the error that a failed rank has sent, or one that names the rank that hangs. All ranks have then ended.
         """
         with self._starting("loading"):
             yield
@@ -160,7 +161,7 @@ class Ranks:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Have the other ranks prepare for their first step while the body prepares rank 0. Raises like `loading`."""
+        """Make the other ranks prepare for their first step while the body prepares rank 0. Raises like `loading`."""
         with self._starting("preparing for the first step"):
             for channel in self._channels:
                 channel.send(Kind.PREPARE)
@@ -169,21 +170,22 @@ class Ranks:
 
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[None]:
-        """Have the other ranks compute a step; the body computes it on rank 0. Raises DeviceLost if a rank fails."""
+        """Make the other ranks run a step while the body runs it on rank 0. Raises DeviceLost if a rank fails."""
         message = self._writer.message(batch)
         with self.watched():
             try:
                 for channel in self._channels:
                     channel.send(Kind.STEP, message)
                 yield
-            except Exception as error:  # other ranks may wait in an exchange that this rank does not reach
+            except Exception as error:  # other ranks may wait in an exchange that rank 0 will not reach
                 self._end(f"a step failed: {described(error)}")
                 raise
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Send every other rank its part of an adapter for this slot, and wait until all are loaded. Steps continue.
+        """Send each other rank its part of an adapter for a slot. Blocks until all have loaded it; steps continue.
 
-        Raises Failure if the parts cannot be written or a rank cannot read its part, EngineStopped if a rank has ended.
+        Raises Failure if a part cannot be written, the error of a rank that cannot load its part, or EngineStopped if
+        a rank has ended.
         """
         found: list[CarouselError] = []
         paths = [self._folder / f"adapter-{rank}" for rank in range(1, self._size)]
@@ -208,12 +210,12 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch work of a step that may wait for the other ranks.
+        """Return a context for a part of a step that may wait for other ranks.
 
-        Raises DeviceLost if a rank has failed, or if the work takes too long.
+        Raises DeviceLost if a rank fails or the part takes too long.
         """
-        # A fraction of the timeout of a step. `_lose` ends this process after a second limit. The watch looks eight
-        # times in the timeout, so both limits take effect within the timeout.
+        # A fraction of the step's timeout. `_look` checks eight times in a timeout, and `_lose` ends this process after
+        # another eighth, so that both take effect before the timeout.
         hangs_after = 0.75
         try:
             with self._bounded("a step", hangs_after * self._step_timeout_s):
@@ -226,7 +228,7 @@ class Ranks:
 
     @contextmanager
     def _bounded(self, name: str, limit_s: float) -> Iterator[None]:
-        """End all ranks if the work takes longer than the limit. Inside of other work, the outer limit holds."""
+        """End all ranks if the body takes longer than the limit. In nested contexts, only the outer limit counts."""
         outer = self._work
         self._work = outer or _Work(name, limit_s, time.monotonic())
         try:
@@ -235,12 +237,12 @@ class Ranks:
             self._work = outer
 
     def check(self) -> None:
-        """Raise DeviceLost if the ranks have ended."""
+        """Raise DeviceLost if a failure has ended the ranks."""
         if self._loss is not None:
             raise DeviceLost(self._loss)
 
     def wait(self) -> None:
-        """Wait until every rank has done all messages so far. Raises the error of a rank that failed, or EOFError."""
+        """Block until every rank has processed all messages. Raises the error of a failed rank, or EOFError."""
         with self._answering:
             for channel in self._channels:
                 channel.send(Kind.SYNC)
@@ -253,7 +255,7 @@ class Ranks:
         self._awaited = None
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks and the thread that watches them."""
         self._is_closing = True
         self._end("the engine is closed")
         with suppress(OSError):
@@ -268,7 +270,7 @@ class Ranks:
 
     @contextmanager
     def _starting(self, name: str) -> Iterator[None]:
-        """Run work that must succeed on all ranks. If the work fails, all ranks end."""
+        """Return a context for work that must succeed on all ranks. If it fails, all ranks are ended."""
         try:
             with self._bounded(name, self._start_timeout_s):
                 yield
@@ -283,12 +285,12 @@ class Ranks:
             raise told or Failure(f"the ranks cannot start: {reason}") from error
 
     def _missing(self) -> str | None:
-        """Return the ranks that the other ranks wait for, in words, or None if that is not known."""
+        """Name the ranks that the others wait for, or return None if no rank lags behind."""
         ranks = [self._awaited] if self._awaited is not None else self._counts.missing()
         return " and ".join(f"rank {rank}" for rank in ranks) or None
 
     def _told(self) -> CarouselError | None:
-        """Return the error that another rank has sent before its end, or None."""
+        """Return the error that another rank sent before it ended, or None."""
         for channel, process in zip(self._channels, self.processes, strict=True):
             with suppress(EOFError, OSError):
                 try:
@@ -302,12 +304,12 @@ class Ranks:
         return None
 
     def _end(self, reason: str) -> None:
-        """Kill the other ranks, which also ends the waits of this rank. Any thread may call this, more than once."""
+        """Kill the other ranks, which makes this rank's pending exchanges fail. Thread-safe; later calls do nothing."""
         with self._lock:
             if self._loss is not None:
                 return
             self._loss = reason
-            close_note()  # NCCL may abort this process when it finds that the other ranks have ended
+            close_note()  # NCCL may abort this process as a consequence, which is not a crash to report
             if not self._is_closing:
                 logger.error("all ranks are ended: %s", reason)
             for process in self.processes:
@@ -316,14 +318,14 @@ class Ranks:
             for process in self.processes:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            with suppress(Exception):  # the group may not exist yet; on GPUs the abort ends kernels that wait
+            with suppress(Exception):  # the group may not exist yet; on GPUs, this ends kernels that wait
                 self.group.abort()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # ------------------------------------------------------------------ the thread that watches
 
     def _watch(self, start: Callable[[int], subprocess.Popen[bytes]], size: int, started: threading.Event) -> None:
-        """Start the other ranks and watch them. Linux kills the ranks when the thread that started them ends."""
+        """Start the ranks and watch them. One thread does both, as Linux kills a rank when its starting thread ends."""
         with ExitStack() as files:
             try:
                 for _ in range(1, size):

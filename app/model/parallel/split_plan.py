@@ -1,8 +1,8 @@
-"""Divides a transformers model among ranks by its tensor parallel plan. Any architecture with a plan can be divided.
+"""Splits a transformers model among ranks, for any architecture with a tensor parallel plan.
 
-A plan names modules and weights and how each is divided (`base_model_tp_plan`, `_tp_plan`). This module uses only the
-plan, which has been the same for many versions. The code of transformers that applies the plan (DTensor, a global
-process group) changes from version to version, and cannot end an exchange that hangs.
+A plan (`base_model_tp_plan`, `_tp_plan`) tells for modules and weights how they are split. Its format has been stable
+over many versions. transformers' own code that applies plans is not used: it relies on DTensor and a global process
+group, changes from version to version, and cannot end an exchange that hangs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from app.model.parallel.sums import SumMethod, in_order, sum_method
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Styles that concern only gradients, or weights that every rank has as a whole. The embedding is whole as well, because
-# other code asks the embedding for the size of the vocabulary.
+# Styles that only affect gradients, or that leave weights whole on every rank. The embedding is left whole as well,
+# because other code reads the size of the vocabulary from it.
 _WHOLE = frozenset(
     {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "embedding_rowwise",
      "embedding_colwise"}
@@ -31,7 +31,7 @@ _WITH_WHOLE_INPUT = frozenset({"rowwise_split_input", "rowwise_rep"})
 _OF_LINEAR = frozenset({"colwise", "rowwise"}) | _GATHERED | _WITH_WHOLE_INPUT
 _OF_WEIGHTS = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise"})
 _OF_MODULES = frozenset({"all_reduce", "moe_tp_experts", "moe_identity_expert"})
-# Numbers in the configuration of a model that are divided by the number of ranks: of attention, of MLPs and of experts.
+# The sizes of attention, MLPs and experts in a model's configuration that the number of ranks must divide.
 _DIVIDED = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
     "shared_expert_intermediate_size",
@@ -39,13 +39,13 @@ _DIVIDED = (
 
 
 def shared_numbers(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the numbers of a model that are divided among ranks, by name; None if the model has no such number."""
+    """Return the sizes that ranks share, by name in the configuration. A size that the model lacks is None."""
     text = config.get_text_config()
     return {name: getattr(text, name, None) for name in _DIVIDED}
 
 
 def check_divisible(numbers: Mapping[str, Any], size: int, *, of: str) -> None:
-    """Raise InvalidSetup, with the numbers, if `size` does not divide one of these numbers."""
+    """Raise InvalidSetup, with the possible sizes, if `size` does not divide all of these numbers."""
     counts = {name: number for name, number in numbers.items() if isinstance(number, int)}
     odd = [f"{name} {number}" for name, number in counts.items() if number % size]
     if odd:
@@ -57,7 +57,7 @@ def check_divisible(numbers: Mapping[str, Any], size: int, *, of: str) -> None:
 
 
 class Exchange(Protocol):
-    """The exchanges of a divided model: a `RankGroup`, or `SizesOfRank` on the meta device."""
+    """The exchanges that a split model needs. Implemented by `RankGroup`, and by `SizesOfRank` on the meta device."""
 
     @property
     def rank(self) -> int: ...
@@ -73,7 +73,7 @@ class Exchange(Protocol):
 
 
 class SizesOfRank:
-    """Stands in for a `RankGroup` on the meta device, where tensors have only sizes and the other ranks are missing."""
+    """Replaces a `RankGroup` on the meta device, to predict the memory of exchanges without other ranks."""
 
     rank = 0
 
@@ -81,7 +81,7 @@ class SizesOfRank:
         self.size = size
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Allocate the memory that `RankGroup` allocates if no NVLink connects the ranks."""
+        """Allocate as much memory as `RankGroup` does without NVLink."""
         way = sum_method(tensor, self.size)
         if way is not SumMethod.ANY_ORDER:
             num_parts = 1 if way is SumMethod.IN_PARTS else self.size
@@ -90,14 +90,14 @@ class SizesOfRank:
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * self.size, dim=-1)
 
-    gather_at_first = gather_columns  # the result of rank 0
+    gather_at_first = gather_columns  # as on rank 0
 
 
 class SplitPlan:
-    """How one model is divided among the ranks of a group."""
+    """Applies a model's tensor parallel plan for one rank of a group."""
 
     def __init__(self, module: PreTrainedModel, group: Exchange, *, path: str) -> None:
-        """Read the plan. Raises UnsupportedModel if transformers has no plan for the model, or one with new styles."""
+        """Read the plan. Raises UnsupportedModel if transformers has none for the model, or one with unknown styles."""
         self._group = group
         self._path = path
         self._output = module.get_output_embeddings()
@@ -117,9 +117,9 @@ class SplitPlan:
 
     @torch.no_grad()
     def split(self, name: str, part: nn.Module) -> None:
-        """Reduce a part of the model to this rank's share. name: the name of the part in the model, "" for the model.
+        """Reduce a part of the model to this rank's share, in place. name: its name in the model, "" for the model.
 
-        Raises InvalidSetup, with the numbers, if a weight cannot be divided.
+        Raises InvalidSetup, with the numbers, if a weight cannot be split evenly.
         """
         for path, owner, own in list(_modules(name, part)):
             child = getattr(owner, own) if own else owner
@@ -139,7 +139,7 @@ class SplitPlan:
         return self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
     def _parameter(self, name: str, weight: torch.Tensor, style: str) -> nn.Parameter:
-        """Return this rank's share of a weight that the plan names, such as [experts, outputs, inputs] of experts."""
+        """Return this rank's share of a weight that the plan names itself, such as [experts, outputs, inputs]."""
         dim = -1 if style.endswith("rowwise") else max(-weight.dim(), -2)
         parts = weight.chunk(2, dim) if style.startswith("packed_") else (weight,)
         own = [self._evenly(name, each, dim) for each in parts]
@@ -151,13 +151,13 @@ class SplitPlan:
                 f"{self._path} cannot be divided: {name} is a {type(linear).__name__}, not a linear layer"
             )
         if style in _GATHERED and linear.out_features % self._group.size:
-            return linear  # for example, an output layer of 50,257 tokens is whole on every rank
+            return linear  # it stays whole on every rank, for example a head with 50,257 tokens
         if style == "colwise" or style in _GATHERED:
             _set(linear, self._evenly(name, linear.weight, 0), self._bias(name, linear))
-            # All ranks get all outputs. Only rank 0 gets the logits, because rank 0 draws.
+            # Every rank needs all outputs of other layers, but only rank 0 needs the logits, as it samples.
             join = self._group.gather_at_first if linear is self._output else self._group.gather_columns
             return _Gathered(linear, join) if style in _GATHERED else linear
-        bias = linear.bias if self._group.rank == 0 else None  # only one rank may add the bias
+        bias = linear.bias if self._group.rank == 0 else None  # the sum must include the bias once
         _set(linear, self._evenly(name, linear.weight, 1), bias)
         return _Summed(linear, self._group, slices_input=style in _WITH_WHOLE_INPUT)
 
@@ -175,7 +175,7 @@ class SplitPlan:
 
     def _add_hook(self, module: nn.Module, style: str) -> None:
         group = self._group
-        if style == "moe_identity_expert":  # every rank adds the output of this expert, so its inputs are divided
+        if style == "moe_identity_expert":  # every rank computes this expert, so its input is divided by their number
             module.register_forward_pre_hook(lambda _module, given: (given[0] / group.size, *given[1:]))
             return
 
@@ -188,7 +188,7 @@ class SplitPlan:
 
 
 class _Gathered(nn.Module):
-    """A linear layer whose outputs are divided among the ranks and joined again."""
+    """A linear layer that is split by outputs, which all ranks then gather."""
 
     def __init__(self, linear: nn.Module, join: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Gathered(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rank's part of the weight. Some models read its type."""
+        """This rank's part of the weight. Some models read its dtype."""
         return self.linear.weight  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -205,10 +205,10 @@ class _Gathered(nn.Module):
 
 
 class _Summed(nn.Module):
-    """A linear layer whose inputs are divided among the ranks. All ranks get the sum of the ranks' outputs."""
+    """A linear layer that is split by inputs. The ranks' outputs are summed, and every rank receives the sum."""
 
     def __init__(self, linear: nn.Module, group: Exchange, *, slices_input: bool) -> None:
-        """slices_input: whether the layer gets the whole input, and takes this rank's part of it."""
+        """slices_input: whether `forward` receives the whole input, and must select this rank's part."""
         super().__init__()
         self.linear = linear
         self._group = group
@@ -216,12 +216,12 @@ class _Summed(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rank's part of the weight. Some models read its type."""
+        """This rank's part of the weight. Some models read its dtype."""
         return self.linear.weight  # type: ignore[return-value]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias of the sum on rank 0, and None on other ranks."""
+        """The bias on rank 0, which adds it for all, and None on other ranks."""
         return self.linear.bias  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ class _Summed(nn.Module):
 
 
 def _set(linear: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Give a linear layer copies of its parts, so that the memory of the whole weights is freed."""
+    """Replace a linear layer's weights by copies of this rank's parts, so that the whole weights are freed."""
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     own_bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
     linear.register_parameter("bias", own_bias)
@@ -241,7 +241,7 @@ def _set(linear: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the path, the parent, and the name in the parent of each module in a part; the part itself has name ""."""
+    """Yield (path, parent, name in the parent) for each module of a part, and (path, part, "") for the part itself."""
     yield name, part, ""
     for path, owner in part.named_modules():
         where = ".".join(filter(None, (name, path)))

@@ -1,10 +1,10 @@
-"""The message of a step from rank 0 to the other ranks: the inputs of a forward pass as columns of 32-bit numbers.
+"""Encodes a step's inputs for the other ranks, as columns of 32-bit numbers.
 
-If the other ranks know a sequence, only its new block ids are sent. The list of block ids identifies a sequence, as in
-`cuda/block_tables.py`: the scheduler replaces the list when it takes the blocks back, and never shortens a list.
+For a sequence that the other ranks know, only its new block ids are sent. A sequence is identified by its list of block
+ids, as in `cuda/block_tables.py`: the scheduler never shortens a list, and replaces it when it takes the blocks back.
 
-Every step waits while its message is written and read. A decode step therefore leaves out the columns that are the same
-for all of its sequences.
+Every step waits until its message is written and read. To keep it short, a decode step omits the columns whose values
+are the same for all of its sequences.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.adapters import SlottedAdapter
 
-# The numbers of sequences, of tables to forget and of tables with new blocks, and four flags: log-probabilities are
-# wanted; there are drafts; a sequence has an adapter; each sequence has one token and draws the next token.
+# The counts of sequences, tables to forget and tables with new blocks, and four flags: has log-probabilities, has
+# drafts, has adapters, and is a decode step, in which every sequence has one token and samples.
 _HEADER = 7
 _NO_SLOT = -1
-_UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # only rank 0 draws
+_UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # only rank 0 samples
 
 
 @dataclass(slots=True)
 class _Table:
-    """The block ids of a sequence. The reference to the list ensures that no other list gets the same `id`."""
+    """The block ids of a sequence. Holding the list ensures that no other list can have its `id`."""
 
     number: int
     block_ids: list[int]
@@ -35,14 +35,14 @@ class _Table:
 
 
 class StepWriter:
-    """Writes the messages of rank 0. Remembers the block ids that the other ranks know."""
+    """Encodes steps on rank 0, and remembers the block ids that it has sent."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, _Table] = {}  # by the identity of the list of block ids
+        self._tables: dict[int, _Table] = {}  # by the `id` of the list of block ids
         self._next_number = 0
 
     def message(self, batch: StepBatch) -> bytes:
-        """Return the message of a step. Every other rank must read all messages, once and in order."""
+        """Return a step's message. Every other rank must read all messages, each once and in order."""
         items, known = batch.scheduled, self._tables
         tables = [known.get(id(item.block_ids)) or self._added(item.block_ids) for item in items]
         grown = [table for table in tables if table.num_sent < len(table.block_ids)]
@@ -71,8 +71,8 @@ class StepWriter:
         return table
 
     def _forgotten(self, items: Sequence[ScheduledSequence]) -> list[int]:
-        """Return the numbers of tables to forget. If one of their sequences returns, its whole table is sent again."""
-        kept_tables = 256  # tables of sequences that are not in this step, in addition to one for each that is
+        """Forget the tables of absent sequences if there are too many, to be sent again. Returns their numbers."""
+        kept_tables = 256  # absent sequences that may keep their tables, plus one for each present
         if len(self._tables) <= 2 * len(items) + kept_tables:
             return []
         present = {id(item.block_ids) for item in items}
@@ -83,12 +83,12 @@ class StepWriter:
 def _slot_of(item: ScheduledSequence) -> int:
     if item.adapter is None:
         return _NO_SLOT
-    assert isinstance(item.adapter, SlottedAdapter), "ranks have their adapters in slots"
+    assert isinstance(item.adapter, SlottedAdapter), "ranks store adapters in slots"
     return item.adapter.slot
 
 
 def _other_columns(items: Sequence[ScheduledSequence]) -> list[int]:
-    """Return the columns that a decode step leaves out."""
+    """Return the columns that a decode step omits."""
     return [
         *[len(item.token_ids) for item in items],
         *[item.samples for item in items],
@@ -98,14 +98,14 @@ def _other_columns(items: Sequence[ScheduledSequence]) -> list[int]:
 
 
 class StepReader:
-    """Reads the messages on the other ranks."""
+    """Decodes steps on the other ranks."""
 
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}  # by number
-        self._adapters: dict[int, SlottedAdapter | None] = {_NO_SLOT: None}  # by slot; shared by all its sequences
+        self._adapters: dict[int, SlottedAdapter | None] = {_NO_SLOT: None}  # by slot; sequences must share one object
 
     def batch(self, message: bytes) -> StepBatch:
-        """Return the batch of a step, without the data that only the draws on rank 0 need."""
+        """Return a step's batch, without the data for sampling, which only rank 0 needs."""
         numbers = array("i")
         numbers.frombytes(message)
         left = iter(numbers)
@@ -119,7 +119,7 @@ class StepReader:
         starts = list(islice(left, num_items))
         slots = list(islice(left, num_items)) if adapts else [_NO_SLOT] * num_items
         adapters = [self._adapters.setdefault(slot, SlottedAdapter(slot)) for slot in slots]
-        no_name = ""  # the other ranks do not know the ids of requests
+        no_name = ""  # request ids are not sent
         if is_decode:
             items = [
                 ScheduledSequence(no_name, token_ids, start, block_ids, True, _UNUSED, adapter=adapter)

@@ -1,6 +1,7 @@
-"""Sums over ranks. The bits of a sum do not depend on the place of the number in a tensor.
+"""Sums over ranks whose bits do not depend on a number's position in the tensor.
 
-Each number is therefore added up in the order of the ranks. A ring would add each part of a tensor in another order.
+Every number is added up in the order of the ranks. A ring, as other libraries use it, would add each part of a tensor
+in another order, and a sequence's output would depend on the other sequences in its step.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-# The most bytes that a rank reads from all ranks. If a sum needs more, each rank adds a part. vLLM has the same limits:
-# a tensor of 2 MiB with 4 ranks, and of 1 MiB with 8 ranks.
+# The most bytes that a rank reads from all ranks to add a whole tensor; larger ones are added in parts. As in vLLM, the
+# limit is a tensor of 2 MiB with 4 ranks, and of 1 MiB with 8.
 _MOST_READ_BYTES = 8 * 2**20
-_SYMMETRIC_BYTES = 64 * 2**20  # larger tensors are added in pieces
+_SYMMETRIC_BYTES = 64 * 2**20  # larger tensors are added piece by piece
 
 
 class SumMethod(Enum):
-    """The exchange that ranks use for a sum."""
+    """How ranks exchange the numbers of a sum."""
 
-    ANY_ORDER = auto()  # with two ranks the order does not matter, because a + b is b + a
-    WHOLE = auto()  # each rank reads the numbers of all ranks, and adds all of them
-    IN_PARTS = auto()  # each rank adds a part of the numbers, and then reads the sums of the other ranks
+    ANY_ORDER = auto()  # for two ranks, because a + b equals b + a
+    WHOLE = auto()  # each rank reads all ranks' numbers and adds all of them
+    IN_PARTS = auto()  # each rank adds a part of the numbers, then reads the other ranks' sums
 
 
 def sum_method(tensor: torch.Tensor, size: int) -> SumMethod:
@@ -33,7 +34,7 @@ def sum_method(tensor: torch.Tensor, size: int) -> SumMethod:
 
 
 def in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the first dimension, in float32 for floating point numbers. `parts` may be overwritten."""
+    """Return the sum over the first dimension, computed in float32 for floating point numbers. May modify `parts`."""
     total = parts[0].float() if parts.is_floating_point() else parts[0]
     for part in parts[1:]:
         total += part
@@ -41,13 +42,13 @@ def in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 class SymmetricSums:
-    """Sums by torch's symmetric memory. All cards map this memory over NVLink, and a launch reads other ranks' numbers.
+    """Sums by torch's symmetric memory, which all cards map over NVLink, so that one launch reads all ranks' numbers.
 
-    torch's kernels also add in the order of the ranks, and round after each addition. Not yet run on a GPU.
+    torch's kernels also add in the order of the ranks, but round after each addition. Not yet run on a GPU.
     """
 
     def __init__(self, files: Store, rank: int, size: int, device: torch.device) -> None:
-        """Allocate the memory, on all ranks together. Raises RuntimeError if NVLink does not connect all cards."""
+        """Allocate the memory; all ranks must call this. Raises RuntimeError if NVLink does not connect all cards."""
         from torch._C import _distributed_c10d as c10d
         from torch.distributed._symmetric_memory import empty, rendezvous
         from torch.distributed.distributed_c10d import GroupName
@@ -65,7 +66,7 @@ class SymmetricSums:
         rendezvous(self._memory, self._name)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Replace each number of a contiguous tensor, in bfloat16 or float32, by its sum over all ranks."""
+        """Replace each number by its sum over all ranks. tensor: contiguous, in bfloat16 or float32."""
         operators, flat = torch.ops.symm_mem, tensor.view(-1)
         for piece in torch.split(flat, _SYMMETRIC_BYTES // tensor.itemsize):
             shared = self._memory[: piece.nbytes].view(piece.dtype)

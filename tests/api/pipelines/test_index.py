@@ -108,7 +108,7 @@ def test_vectors_of_other_weights_are_computed_anew(
         assert ask(changed).json["usage"]["pipeline"]["steps"][0]["kept"][0]["score"] == pytest.approx(
             math.cos(math.radians(10)), abs=1e-6
         )
-    assert "other weights" in caplog.text
+    assert "the weights of finder have changed" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_its_settings_are_checked(steps: list[Any], more: dict[str, Any], words:
 
 def test_an_unknown_setting_of_a_case_is_named_with_its_place() -> None:
     cases = [{"model": "a", "value": ["x"]}, {"model": "b"}]
-    step = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
+    step = {"kind": "route", "header": "x-tier", "cases": cases}
     with pytest.raises(InvalidSetup, match=r"pipelines\[0\]\.steps\[0\]\.cases\[0\]\.value: .* did you mean 'values'"):
         parse({"models": [{"name": "a"}, {"name": "b"}], "pipelines": [{"name": "p", "steps": [step]}]})
 
@@ -95,7 +95,7 @@ def test_a_pipeline_may_name_another_of_a_later_place(tokenizer: Tokenizer) -> N
 
 def test_pipelines_that_each_name_the_two_before_are_checked_and_listed_at_once(tokenizer: Tokenizer) -> None:
     names = ["a", "b", *(f"p{index}" for index in range(40))]
-    route = {"kind": "route", "by": "header", "header": "x-tier"}
+    route = {"kind": "route", "header": "x-tier"}
     pipelines = [
         {"name": name, "steps": [route | {"cases": [{"model": first, "values": ["gold"]}, {"model": second}]}]}
         for first, second, name in zip(names, names[1:], names[2:], strict=False)
@@ -129,11 +129,11 @@ def test_pipelines_in_pipelines_run_a_bounded_number_of_models() -> None:
     with pytest.raises(ValidationError, match=r"p would run 65 models"):
         checked(RERANK, {"kind": "generate", "model": "p5"}, **inner)
     cases = [{"model": "p5", "values": ["x"]}, {"model": "p4"}]
-    route = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
+    route = {"kind": "route", "header": "x-tier", "cases": cases}
     checked(route, **inner)  # one of them
     with pytest.raises(ValidationError, match=r"p would run 66 models"):
         checked(RERANK, RERANK, route, **inner)
-    route |= {"by": "classifier", "header": None, "classifier": "b"}
+    route |= {"header": None, "classifier": "b"}
     cases[:] = [{"model": name, "examples": ["x"]} for name in ("p5", "a")]
     with pytest.raises(ValidationError, match=r"p would run 65 models"):
         checked(route, **inner)
@@ -180,7 +180,7 @@ def test_a_pipeline_that_only_generates_answers_as_its_model_does(engine: AsyncE
 def classified(*names: str) -> dict[str, Any]:
     """A route to one of these models by the examples of each."""
     cases = [{"model": name, "examples": [name]} for name in names]
-    return {"kind": "route", "by": "classifier", "classifier": "b", "cases": cases}
+    return {"kind": "route", "classifier": "b", "cases": cases}
 
 
 # Of each kind: the steps, how many requests are asked first, how many of those that answer run at the same time.

@@ -24,7 +24,7 @@ ANGLES = {"code": 0.0, "Write a function": 10.0, "poem": 90.0, "Sing": 80.0}
 
 
 def routed(tokenizer: Tokenizer, cases: list[dict[str, Any]], **settings: Any) -> Service:
-    step = {key: settings.pop(key) for key in ("by", "header", "classifier") if key in settings}
+    step = {key: settings.pop(key) for key in ("header", "classifier") if key in settings}
     pipelines = [{"name": "auto", "steps": [{"kind": "route", "cases": cases, **step}]}]
     script = by_angle(tokenizer, ANGLES)
     return Service(tokenizer, script, names=("a", "b"), pipelines=pipelines, pooling=Pooling.LAST, **settings)
@@ -40,7 +40,7 @@ def taken(answer: Answer) -> tuple[str, int]:
 
 def test_by_length_the_first_case_with_room_is_taken(tokenizer: Tokenizer) -> None:
     cases = [{"model": "a", "max_prompt_tokens": 5}, {"model": "b"}]
-    service = routed(tokenizer, cases, by="length", keys=[entry(tokens_per_minute=100_000)])
+    service = routed(tokenizer, cases, keys=[entry(tokens_per_minute=100_000)])
     for prompt, expected in (([5] * 5, ("a", 0)), ([5] * 6, ("b", 1))):
         body = {"model": "auto", "prompt": prompt, "max_tokens": 20}
         assert taken(service.call("POST", "/v1/completions", body, bearer())) == expected
@@ -57,7 +57,7 @@ def test_by_length_a_prompt_is_encoded_once_for_each_model(tokenizer: Tokenizer)
             return super().encode(text, **options)
 
     cases = [{"model": "a", "max_prompt_tokens": 2 + at} for at in range(60)] + [{"model": "b"}]
-    service = routed(Counting(tokenizer._pretrained), cases, by="length", keys=[entry(tokens_per_minute=100_000)])
+    service = routed(Counting(tokenizer._pretrained), cases, keys=[entry(tokens_per_minute=100_000)])
     for prompt, expected, times in (("3 " * 30, ("a", 29), 1), ("3 " * 100, ("b", 60), 2)):
         counted.clear()
         body = {"model": "auto", "prompt": prompt, "max_tokens": 5}
@@ -69,10 +69,10 @@ def test_by_length_a_prompt_is_encoded_once_for_each_model(tokenizer: Tokenizer)
 
 def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(tokenizer: Tokenizer) -> None:
     cases = [{"model": "a", "max_prompt_tokens": 1000}, {"model": "b"}]
-    service = routed(tokenizer, cases, by="length")
+    service = routed(tokenizer, cases)
     short, long = service.models
     models = [replace(short, model_info=replace(short.model_info, max_model_len=20)), long]
-    pipelines = [{"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]}]
+    pipelines = [{"name": "auto", "steps": [{"kind": "route", "cases": cases}]}]
     config = ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "pipelines": pipelines})
     metrics = RequestMetrics(["a", "b"])
     handler = RequestHandler(models, ApiConfig(), metrics, pipelines=pipelines_of(config, models))
@@ -84,7 +84,7 @@ def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(
 
 def test_by_header_its_value_counts(tokenizer: Tokenizer) -> None:
     cases = [{"model": "a", "values": ["gold", "silver"]}, {"model": "b"}]
-    service = routed(tokenizer, cases, by="header", header="x-tier")
+    service = routed(tokenizer, cases, header="x-tier")
     for headers, expected in (({"x-tier": "silver"}, ("a", 0)), ({"x-tier": "tin"}, ("b", 1)), ({}, ("b", 1))):
         body = {"model": "auto", "messages": [{"role": "user", "content": "Hi"}]}
         assert taken(service.call("POST", "/v1/chat/completions", body, headers)) == expected
@@ -100,7 +100,7 @@ def test_by_decision_the_description_that_a_model_chooses_counts(tokenizer: Toke
         return [TokenDelta(request.request_id, (9,), FinishReason.LENGTH, logprobs=(told,))]
 
     cases = [{"model": "a", "description": "a task for code"}, {"model": "b", "description": "a task for a poet"}]
-    service = routed(tokenizer, cases, by="decision", classifier="a")
+    service = routed(tokenizer, cases, classifier="a")
     service.generate.script = script
     for text, expected in (("Write a function", ("a", 0)), ("Sing", ("b", 1))):
         body = {"model": "auto", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
@@ -109,15 +109,13 @@ def test_by_decision_the_description_that_a_model_chooses_counts(tokenizer: Toke
         assert answer.json["usage"]["pipeline"]["steps"][0]["confidence"] == pytest.approx(math.exp(-1))
     asked = tokenizer.decode(service.generate.requests[0].prompt_token_ids)
     assert "Write a function\n\nQuestion: What is this text?\n\nA. a task for code\nB. a task for a poet\n" in asked
-    with pytest.raises(
-        ValidationError, match="cases\\[1\\] has no condition; in a route by decision, this case must have description"
-    ):
-        routed(tokenizer, [cases[0], {"model": "b"}], by="decision", classifier="a")
+    with pytest.raises(ValidationError, match=r"cases\[1\] has no condition; .*, the case must have description"):
+        routed(tokenizer, [cases[0], {"model": "b"}], classifier="a")
 
 
 def test_by_classifier_the_nearest_example_counts_and_examples_are_computed_once(tokenizer: Tokenizer) -> None:
     cases = [{"model": "a", "examples": ["code", "code, please"]}, {"model": "b", "examples": ["poem"]}]
-    service = routed(tokenizer, cases, by="classifier", classifier="a", keys=[entry(tokens_per_minute=100_000)])
+    service = routed(tokenizer, cases, classifier="a", keys=[entry(tokens_per_minute=100_000)])
     for text, expected in (("Write a function", ("a", 0)), ("Sing", ("b", 1))):
         body = {"model": "auto", "messages": [{"role": "user", "content": text}]}
         answer = service.call("POST", "/v1/chat/completions", body, bearer())
@@ -143,7 +141,7 @@ async def test_many_examples_of_many_numbers_do_not_hold_the_event_loop(tokenize
             yield delta(request, step)
 
     cases = [{"model": "a", "examples": [f"{at} {number}" for number in range(64)]} for at in range(num_examples // 64)]
-    step = {"kind": "route", "by": "classifier", "classifier": "a", "cases": cases}
+    step = {"kind": "route", "classifier": "a", "cases": cases}
     service = Service(
         tokenizer,
         generate=generate,
@@ -172,7 +170,7 @@ def labelled(tokenizer: Tokenizer, cases: list[dict[str, Any]], scores: dict[str
         text = tokenizer.decode(request.prompt_token_ids)
         return vector(request, next(each for words, each in scores.items() if words in text))
 
-    step = {"kind": "route", "by": "classifier", "classifier": "a", "cases": cases}
+    step = {"kind": "route", "classifier": "a", "cases": cases}
     return Service(
         tokenizer,
         names=("a", "b"),
@@ -209,60 +207,28 @@ def test_a_model_with_labels_gives_neither_vectors_nor_scores_of_pairs(tokenizer
         assert (answer.status, answer.error["param"]) == (400, "model")
 
 
-def test_a_preset_of_an_adapter_is_of_the_groups_of_its_model() -> None:
-    groups = [{"name": "fast", "scheduler": {"preset": "latency"}}]
-    models = [{"name": "a", "adapters": {"sql": "/sql"}, "replicas": {"groups": groups}}]
-
-    def config(preset: str) -> ApplicationConfig:
-        cases = [{"model": "sql", "values": ["gold"], "preset": preset}, {"model": "a"}]
-        step = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
-        return ApplicationConfig.model_validate({"models": models, "pipelines": [{"name": "p", "steps": [step]}]})
-
-    config("latency")
-    with pytest.raises(ValidationError, match=r"cases\[0\].preset: got 'batch'; the groups of sql have latency"):
-        config("batch")
-
-
-def test_a_preset_is_that_of_the_case_unless_the_client_names_one(tokenizer: Tokenizer) -> None:
-    groups = [{"name": "fast", "scheduler": {"preset": "latency"}}, {"name": "rest"}]
-    cases = [{"model": "a", "values": ["gold"], "preset": "latency"}, {"model": "b"}]
-    models = [{"name": "a", "replicas": {"groups": groups}}, {"name": "b"}]
-    service = routed(tokenizer, cases, by="header", header="x-tier", models=models)
-    body = {"model": "auto", "prompt": "Hi"}
-    for headers, preset in (
-        ({"x-tier": "gold"}, "latency"),
-        ({}, ""),
-        ({"x-tier": "gold", "x-carousel-preset": "batch"}, "batch"),
-        ({"x-tier": "gold", "x-carousel-group": "rest"}, ""),
-    ):
-        service.call("POST", "/v1/completions", body, headers)
-        assert service.generate.requests[-1].preset == preset
-
-
 XS = {"model": "a", "values": ["x"]}
+BY_CLASSIFIER: dict[str, Any] = {"header": None, "classifier": "a"}
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"by": "length"}, "cases[0] has values; in a route by length, this case must have max_"),
-        ({"header": None}, "only a route by header has a header and needs it; this route is by header"),
-        ({"classifier": "a"}, "only a route by classifier or decision has a"),
+        ({"header": None}, "cases[0] has values; in this route by the prompt's length, the case must have max_"),
+        ({"classifier": "a"}, "a route has a header or a classifier; remove one of the two"),
         ({"cases": [{"model": "a", "values": ["x"]}]}, "at least 2 items"),
         ({"cases": [{"model": "a"}, {"model": "b"}]}, "cases[0] has no condition"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "b", "values": ["y"]}]}, "must have no condition"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "c"}]}, "steps[0].cases[1].model: there is no model or"),
-        ({"cases": [{"model": "a", "values": ["x"], "preset": "batch"}, {"model": "b"}]}, "preset: got 'batch'"),
-        ({"by": "size"}, "'length', 'header', 'classifier' or 'decision'"),
-        ({"by": "classifier", "classifier": "a", "cases": [XS, XS]}, "cases[1] has values; in a route by classifier"),
-        ({"by": "classifier", "classifier": "a", "cases": [{"model": "a"}] * 2}, "this case must have examples"),
+        (BY_CLASSIFIER | {"cases": [XS, XS]}, "cases[1] has values; in this route by a classifier, the case"),
+        (BY_CLASSIFIER | {"cases": [{"model": "a"}] * 2}, "cases[0] has no condition; in this route by a cl"),
+        (BY_CLASSIFIER | {"cases": [{"model": "a", "examples": ["x"]}, {"model": "b"}]}, "the case must have examples"),
+        (BY_CLASSIFIER | {"cases": [{"model": "a"}, {"model": "b", "description": "x"}]}, "must have description"),
     ],
 )  # fmt: skip
 def test_its_settings_are_checked(settings: dict[str, Any], words: str) -> None:
     cases = [{"model": "a", "values": ["x"]}, {"model": "b"}]
-    route = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases} | settings
-    if "by" in settings:
-        del route["header"]
+    route = {"kind": "route", "header": "x-tier", "cases": cases} | settings
     with pytest.raises(ValidationError) as refused:
         ApplicationConfig.model_validate(
             {"models": [{"name": "a"}, {"name": "b"}], "pipelines": [{"name": "p", "steps": [route]}]}

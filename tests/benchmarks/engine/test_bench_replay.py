@@ -30,9 +30,9 @@ from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
 from benchmarks.engine.replay import Found, main, reenact
 from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
+from tests.engine.test_in_flight import LateRunner, OverlappedMachine
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner
-from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
 from tests.kit.engine import (
     EOS,
     VOCAB_SIZE,
@@ -531,7 +531,7 @@ def test_another_token_of_the_model_is_explained(
 def test_what_if_it_had_been_set_up_otherwise(
     log_folders: dict[bool, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["scheduler.strategy=static", "scheduler.strategy.batch_size=2", "scheduler.policy=sjf"]
+    settings = ["scheduler.strategy=static", "scheduler.max_running=2", "scheduler.policy=sjf"]
     assert main([str(log_folders[True]), "--simulated", "--set", *settings]) == 1
     out = capsys.readouterr().out
     assert "scheduler.strategy.name: continuous in the log, static here; scheduler.policy.name" in out

@@ -13,7 +13,7 @@ from benchmarks.engine.run import Run, Timeline
 from benchmarks.engine.service_figures import Served, Step, StepTrace, jain, jain_over_tenants, service_figures
 from benchmarks.harness.timeline import Slo
 from benchmarks.harness.workload import TimedRequest, Workload
-from tests.engine.test_overlapped_engine import LateRunner
+from tests.engine.test_in_flight import LateRunner
 from tests.kit.engine import FakeClock, TimedRunner, build_fake_engine, make_request
 
 STEP_S = 0.01  # of these runners
@@ -109,7 +109,7 @@ def traced(*max_tokens: int, runner_class: type[TimedRunner] = TimedRunner, **sc
 
 def test_static_batches_leave_slots_empty_while_others_wait_and_continuous_does_not() -> None:
     # Static: for three of five steps one of two slots is empty and two requests wait.
-    static = traced(1, 4, 1, 1, strategy={"name": "static", "batch_size": 2}, max_running=2)
+    static = traced(1, 4, 1, 1, strategy="static", max_running=2)
     assert static.bubble_share(2) == pytest.approx(3 / 10)
     assert traced(1, 4, 1, 1, max_running=2).bubble_share(2) == 0
 

@@ -50,12 +50,12 @@ def test_what_cannot_be_measured_is_said_and_nothing_is_printed(capsys: pytest.C
 
 def test_settings_of_every_branch_can_be_set_and_choices_by_name_in_any_order() -> None:
     texts = ["cache.dtype=int8", "cache.num_blocks=none", "model.dtype=bfloat16", "scheduler.policy=fair"]
-    strategy = ["scheduler.strategy=static", "scheduler.strategy.batch_size=3"]
+    strategy = ["scheduler.strategy=static", "scheduler.strategy.max_wait_ms=3"]
     for ordered in (strategy, strategy[::-1]):
         config = engine_config({"model.num_threads": 2, **parse_assignments([*texts, *ordered])})
         assert (config.model.num_threads, config.model.dtype) == (2, "bfloat16")
         assert (config.cache.dtype, config.cache.num_blocks) == ("int8", None)
-        assert (config.scheduler.strategy, config.scheduler.policy) == (StaticConfig(batch_size=3), FairConfig())
+        assert (config.scheduler.strategy, config.scheduler.policy) == (StaticConfig(max_wait_ms=3), FairConfig())
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_settings_of_every_branch_can_be_set_and_choices_by_name_in_any_order() 
         ("scheduler.max_running=0", r"scheduler\.max_running: got '?0'?; must be greater than or equal to 1"),
         ("scheduler.max_runing=3", "there is no setting 'scheduler.max_runing'; did you mean scheduler.max_running"),
         ("model.dtype=float16", r"model\.dtype: got 'float16'; must be "),
-        ("scheduler.strategy.batch_size=3", "without a name; must be one of static"),
+        ("scheduler.strategy.max_wait_ms=3", "without a name; must be one of static"),
         ("scheduler.max_step_tokens=8", "max_step_tokens=8 is below max_running=32"),
     ],
 )

@@ -20,11 +20,11 @@ from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
 from app.api.json_structure import MAX_VALUES, check_structure
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig
-from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.engine.request import FILTERS, FinishReason, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from benchmarks.harness.http_call import Target
-from benchmarks.service.field_bodies import MAX_INPUTS, FieldBody, endpoint_schemas, field_bodies
+from benchmarks.service.field_bodies import LARGEST_ANSWER, MAX_INPUTS, FieldBody, endpoint_schemas, field_bodies
 from benchmarks.service.fields import (
     EMBEDDING_SIZE,
     Cost,
@@ -235,3 +235,10 @@ def test_a_body_is_over_the_targets_that_it_does_not_keep() -> None:
 def cost(**figures: Any) -> Cost:
     nothing = {"seconds": 0.1, "stall_ms": 0.0, "pause_ms": 10.0, "step_ms": 10.0, "cpu_s": 0.1, "grown_mib": 0.0}
     return Cost(**{"status": "200", "grown": "ingress", **nothing, **figures})
+
+
+def test_the_largest_answer_of_each_endpoint_that_generates_has_all_filters() -> None:
+    largest = [each for each in bodies(2000) if each.name.endswith(LARGEST_ANSWER)]
+    assert {each.path for each in largest} >= {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+    for each in largest:
+        assert each.value.items() >= FILTERS.items(), each.path

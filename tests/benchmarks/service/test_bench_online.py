@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
+from app.engine.request import FILTERS
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.workload import read_workload
 from benchmarks.service import online
 from benchmarks.service.arrivals import bursts, poisson
 from tests.benchmarks.conftest import Figures, write_workload
@@ -95,3 +99,13 @@ def test_poisson_arrivals_come_at_the_asked_rate_and_bursts_at_once_with_the_sam
 def test_the_clients_load_no_torch() -> None:
     program = "import sys, benchmarks.service.online, benchmarks.service.fleet; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[3])
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_goes_from_the_workload_to_the_service(name: str, tmp_path: Path) -> None:
+    lines = [{"prompt_token_ids": [5], "max_tokens": 6, "temperature": 1.0, name: FILTERS[name]}] * 2
+    workload = read_workload(str(write_workload(tmp_path / "workload.jsonl", *lines)))
+    request = workload.requests[0].request
+    assert getattr(request.sampling, name) == FILTERS[name]
+    call = online.completion_request(Target.parse("http://127.0.0.1:1"), "demo", request)
+    assert json.loads(call.partition(b"\r\n\r\n")[2])[name] == FILTERS[name]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.api import RequestHandler, ServedModel
+from app.api.endpoints.table import BULK_URLS
 from app.config import ApiConfig
 from app.engine.request import ModelInfo
 from app.jobs.items import RowSettings, item_of, row_from_fields
@@ -39,7 +40,7 @@ def prepared(model: ServedModel) -> Prepare:
 
     def prepare_one(fields: dict[str, Any], number: int = 0, **settings: Any) -> PreparedItem | InvalidItem:
         row = row_from_fields(fields, number=number, place=f"input.jsonl:{number + 1}")
-        item = item_of(row, RowSettings(**settings))
+        item = item_of(row, RowSettings(**settings), BULK_URLS)
         return (
             item
             if isinstance(item, InvalidItem)

@@ -3,8 +3,9 @@ from __future__ import annotations
 import ast
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from app.config import EngineConfig, ModelConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Grammar, GrammarKind, Pooling, TokenLogprobs
-from app.errors import EngineStopped, InvalidSetup
+from app.errors import EngineStopped, Failure, InvalidSetup
 from app.jobs.job import ItemOutput
 from app.text import Detokenizer, Tokenizer
 from deployments.bulk.engine_worker import EngineWorker, PreparedItem
@@ -71,13 +72,20 @@ def room(tokenizer: Tokenizer) -> Iterator[Room]:
 
 def row(number: int, *, stop: tuple[str, ...] = (), **sampling: Any) -> PreparedItem:
     request = make_request((5, 6, 7 + number), request_id=f"row-{number}", ignore_eos=True, **sampling)
-    return PreparedItem(number=number, id=f"id-{number}", request=request, stop=stop, skip_special_tokens=True)
+    return PreparedItem(number=number, id=f"id-{number}", requests=(request,), stop=stop, skip_special_tokens=True)
+
+
+def listed(numbers: Sequence[Sequence[float]]) -> str:
+    """The text of the numbers of a row's requests. No number may be NaN."""
+    if not all(map(math.isfinite, chain.from_iterable(numbers))):
+        raise Failure("the model gave no numbers")
+    return str([list(map(float, each)) for each in numbers])
 
 
 def scored_row(number: int) -> PreparedItem:
     asked = make_request((1, *range(4, 6 + number), 2), request_id=f"row-{number}", pooling=Pooling.SCORE, max_tokens=0)
     return PreparedItem(
-        number=number, id=f"id-{number}", request=asked, stop=(), skip_special_tokens=True, text_of_numbers=str
+        number=number, id=f"id-{number}", requests=(asked,), stop=(), skip_special_tokens=True, text_of_numbers=listed
     )
 
 
@@ -108,9 +116,9 @@ def test_each_row_comes_back_once_with_its_text_and_counts(room: Room, tokenizer
 def test_the_text_of_a_row_may_be_made_of_its_named_tokens(room: Room) -> None:
     generator = room.generator()
     asked = row(0, max_tokens=1, logprobs=2)
-    generator.add([replace(asked, text_of_numbers=str)])
+    generator.add([replace(asked, text_of_numbers=listed)])
     [record] = outputed(generator, 1)
-    assert (record.text, record.finish_reason, record.error) == ("(-1.0, -2.0)", "stop", None)
+    assert (record.text, record.finish_reason, record.error) == ("[[-1.0, -2.0]]", "stop", None)
 
 
 def test_named_tokens_without_a_probability_fail_their_row(room: Room) -> None:
@@ -121,10 +129,9 @@ def test_named_tokens_without_a_probability_fail_their_row(room: Room) -> None:
             return result._replace(logprobs=dict.fromkeys(result.logprobs, (lost,)))
 
     generator = room.generator(build_fake_engine(runner=NotANumber()))
-    generator.add([replace(row(0, max_tokens=1, logprobs=2), text_of_numbers=str)])
+    generator.add([replace(row(0, max_tokens=1, logprobs=2), text_of_numbers=listed)])
     [record] = outputed(generator, 1)
-    assert record.text is None
-    assert "log-probabilities (-inf, nan)" in str(record.error)
+    assert (record.text, record.error) == (None, "the model gave no numbers")
 
 
 def test_the_text_of_a_row_may_be_made_of_the_scores_of_its_labels(
@@ -136,7 +143,7 @@ def test_the_text_of_a_row_may_be_made_of_the_scores_of_its_labels(
     request.addfinalizer(worker.close)
     worker.add([scored_row(number) for number in range(5)])
     for record in outputed(worker, 5):
-        scores = ast.literal_eval(str(record.text))
+        [scores] = ast.literal_eval(str(record.text))
         assert (len(scores), sum(scores)) == (3, pytest.approx(1.0))
         assert (record.finish_reason, record.prompt_tokens, record.completion_tokens) == ("stop", 4 + record.number, 0)
 
@@ -149,7 +156,33 @@ def test_scores_that_are_no_numbers_fail_their_row(room: Room) -> None:
     generator = room.generator(build_fake_engine(runner=NotANumber(), labels=("a", "b")))
     generator.add([scored_row(0)])
     [record] = outputed(generator, 1)
-    assert (record.text, record.error) == (None, "the model gave the labels the scores (0.5, nan)")
+    assert (record.text, record.error) == (None, "the model gave no numbers")
+
+
+def two_requests(number: int, second: tuple[int, ...] = (5, 6), **sampling: Any) -> PreparedItem:
+    whole = row(number, max_tokens=1, logprobs=2)
+    more = make_request(second, request_id=f"row-{number}-1", max_tokens=1, logprobs=2, ignore_eos=True, **sampling)
+    return replace(whole, requests=(*whole.requests, more), text_of_numbers=listed)
+
+
+def test_a_row_of_several_requests_ends_when_all_of_them_have_ended(room: Room) -> None:
+    generator = room.generator()
+    generator.add([two_requests(number) for number in range(5)])
+    for record in outputed(generator, 5):
+        assert record.text == "[[-1.0, -2.0], [-1.0, -2.0]]"
+        assert (record.finish_reason, record.prompt_tokens, record.completion_tokens) == ("stop", 5, 2)
+
+
+def test_a_request_that_is_refused_or_fails_ends_its_row_and_frees_the_others(room: Room) -> None:
+    engine = build_fake_engine(runner=PoisonedRunner("row-1-1"), max_model_len=20)
+    generator = room.generator(engine)
+    generator.add([two_requests(0, tuple(range(5, 40))), two_requests(1), two_requests(2)])
+    refused, failed, answered = outputed(generator, 3)
+    assert "this model accepts 20 together" in str(refused.error)
+    assert failed.error is not None
+    assert answered.text == "[[-1.0, -2.0], [-1.0, -2.0]]"
+    generator.close()
+    assert not engine.has_work
 
 
 def test_a_short_row_does_not_wait_for_a_long_one(room: Room) -> None:
@@ -185,8 +218,8 @@ def test_a_row_goes_on_after_the_tokens_of_another_engine_wherever_that_was(
     whole = row(0, stop=(plain_text(tokenizer, token_ids)[10:12],) if with_stop else (), max_tokens=40)
     [expected] = outputed(room.generator_of(whole), 1)
     for num_known in range(1, expected.completion_tokens):
-        request = replace(whole.request, generated_token_ids=tuple(token_ids[:num_known]))
-        output = room.generator_of(replace(whole, request=request)).collect(at_least=1, within_s=ENOUGH_S)
+        item = whole.continued_after(tuple(token_ids[:num_known]))
+        output = room.generator_of(item).collect(at_least=1, within_s=ENOUGH_S)
         assert output.outputs == (expected,)
         assert output.num_tokens >= expected.completion_tokens - num_known
 
@@ -237,7 +270,7 @@ def test_a_row_that_makes_its_step_fail_fails_alone(room: Room) -> None:
 
 def test_a_device_that_fails_on_everything_is_told_and_no_row_is_blamed(room: Room) -> None:
     generator = room.generator(build_fake_engine(runner=PoisonedRunner("")))
-    generator.add([row(0), row(1)])
+    generator.add([row(0), two_requests(1)])
     with pytest.raises(EngineStopped, match="the engine failed with 2 items"):
         generator.collect(at_least=1, within_s=ENOUGH_S)
 

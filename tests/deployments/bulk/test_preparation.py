@@ -6,6 +6,7 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.api import RequestHandler, ServedModel
@@ -49,8 +50,8 @@ def test_a_batch_line_becomes_the_request_that_the_api_would_make(prepared: Prep
     with Account(None, lambda: 0.0).reserve() as reservation:
         context = RequestContext(reservation=reservation, request_id="r")
         call = prepare_chat(ChatRequest.model_validate(body), model, context)
-    assert row.request.sampling == call.requests[0].sampling
-    assert row.request.prompt_token_ids == call.requests[0].prompt_token_ids
+    assert row.requests[0].sampling == call.requests[0].sampling
+    assert row.requests[0].prompt_token_ids == call.requests[0].prompt_token_ids
     assert (row.id, row.stop) == ("line-1", ("8",))
 
 
@@ -60,20 +61,25 @@ def test_a_line_with_one_question_asks_for_its_labels(prepared: Prepare, model: 
     with Account(None, lambda: 0.0).reserve() as reservation:
         context = RequestContext(reservation=reservation, request_id="r")
         [request] = prepare_decisions(DecisionsRequest.model_validate(body), model, context).requests
-    assert row.request.prompt_token_ids == request.prompt_token_ids
-    assert row.request.sampling == request.sampling
+    assert row.requests[0].prompt_token_ids == request.prompt_token_ids
+    assert row.requests[0].sampling == request.sampling
     text_of = pickle.loads(pickle.dumps(row.text_of_numbers))  # it crosses processes
-    assert json.loads(text_of([-1.0, -1.0])) == {"type": "predicate", "name": None, "probability": 0.5}
+    assert json.loads(text_of([[-1.0, -1.0]])) == {"type": "predicate", "name": None, "probability": 0.5}
 
 
 def test_a_line_with_one_text_asks_for_the_scores_of_labels(model: ServedModel) -> None:
     classifier = replace(model, model_info=replace(model.model_info, labels=("glad", "sad")))
     item = Item(number=0, id="line-1", url=CLASSIFY, body={"input": "Once"})
     row = request_of(asyncio.run(prepare_row(item, RequestHandler([classifier], ApiConfig()))))
-    assert row.request.pooling == Pooling.SCORE
-    assert row.request.prompt_token_ids == model.tokenizer.encode("Once", add_special_tokens=True)
+    assert row.requests[0].pooling == Pooling.SCORE
+    assert row.requests[0].prompt_token_ids == model.tokenizer.encode("Once", add_special_tokens=True)
     text_of = pickle.loads(pickle.dumps(row.text_of_numbers))  # it crosses processes
-    assert json.loads(text_of([0.25, 0.75])) == {"index": 0, "label": "sad", "probs": [0.25, 0.75], "num_classes": 2}
+    assert json.loads(text_of([np.array([0.25, 0.75], np.float32)])) == {
+        "index": 0,
+        "label": "sad",
+        "probs": [0.25, 0.75],
+        "num_classes": 2,
+    }
 
 
 def test_a_plain_row_takes_its_sampling_columns_and_leaves_the_users_own_alone(prepared: Prepare) -> None:
@@ -81,24 +87,24 @@ def test_a_plain_row_takes_its_sampling_columns_and_leaves_the_users_own_alone(p
         prepared({"id": 17, "messages": TURNS, "temperature": 0, "max_tokens": 5, "user": {"any": "thing"}, "n": 9})
     )
     assert row.id == "17"
-    assert (row.request.sampling.temperature, row.request.sampling.max_tokens) == (0, 5)
-    assert row.request.tenant == ""
+    assert (row.requests[0].sampling.temperature, row.requests[0].sampling.max_tokens) == (0, 5)
+    assert row.requests[0].tenant == ""
 
 
 def test_a_text_in_the_messages_column_is_a_users_turn(prepared: Prepare) -> None:
     chat = request_of(prepared({"messages": TURNS}))
     question = request_of(prepared({"question": TURNS[0]["content"]}, messages_column="question"))
-    assert question.request.prompt_token_ids == chat.request.prompt_token_ids
+    assert question.requests[0].prompt_token_ids == chat.requests[0].prompt_token_ids
 
 
 def test_a_prompt_is_completed_as_it_stands(prepared: Prepare, model: ServedModel) -> None:
     row = request_of(prepared({"text": "Once", "messages": TURNS}, prompt_column="text"))
-    assert row.request.prompt_token_ids == model.tokenizer.encode("Once", add_special_tokens=True)
+    assert row.requests[0].prompt_token_ids == model.tokenizer.encode("Once", add_special_tokens=True)
 
 
 def test_what_a_row_says_goes_before_what_the_run_says(prepared: Prepare) -> None:
     def length(fields: dict[str, Any]) -> int:
-        return request_of(prepared(fields, max_tokens=9, temperature=0.0)).request.sampling.max_tokens
+        return request_of(prepared(fields, max_tokens=9, temperature=0.0)).requests[0].sampling.max_tokens
 
     assert length({"prompt": "Once"}) == 9
     assert length({"prompt": "Once", "max_tokens": 4}) == 4
@@ -125,7 +131,11 @@ def test_what_a_row_says_goes_before_what_the_run_says(prepared: Prepare) -> Non
         (batch_line({"prompt": "a", "echo": True}, url="/v1/completions"), "echo is not for bulk runs"),
         (batch_line({"messages": TURNS, "tools": [TOOL]}), "an item of a bulk run has no tools"),
         (batch_line({"messages": TURNS, "model": "other"}), "there is no model 'other'; this server has demo"),
-        (batch_line({"messages": TURNS}, url="/v1/embeddings"), "url should be one of"),
+        (batch_line({"messages": TURNS}, url="/v1/responses"), "url should be one of"),
+        (batch_line({"input": "a"}, url="/v1/embeddings"), "the model 'demo' gives no embeddings"),
+        (batch_line({"input": ["a", "b"]}, url="/v1/embeddings"), "input holds 2 texts; an item has one"),
+        (batch_line({"query": "a", "documents": ["b"]}, url="/v1/rerank"), "the model 'demo' gives no scores"),
+        (batch_line({"text_1": "a"}, url="/v1/score"), "text_2 is required"),
         (batch_line({"input": "a", "questions": [PREDICATE] * 2}, url=DECISIONS), "questions holds 2; an item has one"),
         (batch_line({"input": "a", "questions": [{}]}, url=DECISIONS), 'type is "predicate"'),
         (batch_line({"input": "a"}, url=CLASSIFY), "the model 'demo' is no classifier"),

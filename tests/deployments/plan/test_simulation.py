@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.build import assemble, build_sync_engine
-from app.config import CacheConfig, EngineConfig, RolesConfig, SchedulerConfig
+from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
@@ -47,7 +47,7 @@ def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
 
 
 def test_a_static_batch_waits_for_its_timer() -> None:
-    run = simulated(trace_of((0, 10, 1)), strategy={"name": "static", "batch_size": 8, "max_wait_ms": 50})
+    run = simulated(trace_of((0, 10, 1)), strategy={"name": "static", "max_wait_ms": 50})
     assert run.per_request_s("ttft")[0] == pytest.approx(0.050 + 0.011, abs=1e-4)
 
 
@@ -96,8 +96,8 @@ def test_with_roles_streams_wait_for_no_long_prompt_and_prompts_for_their_kv_mem
     trace = trace_of(*streams, *((0.1 + 0.3 * number, 1000, 3) for number in range(8)))
     measured = replace(measured_replica(), kv_bytes=int(0.0007e9))  # 1 ms for a block
     together, split = (
-        simulate(trace, measured, SchedulerConfig(), CACHE, num_replicas=2, seed=None, roles=roles)
-        for roles in (None, RolesConfig())
+        simulate(trace, measured, SchedulerConfig(), CACHE, num_replicas=2, seed=None, num_prefill=number)
+        for number in (None, 1)
     )
     assert list(split.num_tokens) == list(together.num_tokens) == [300] * 8 + [3] * 8
     assert not split.num_refused + split.num_failed
@@ -300,8 +300,11 @@ def loaded() -> Engine:
 
 
 @pytest.mark.parametrize("strategy", ["continuous", "hybrid", "static", "dynamic", "bucketed", "sorted", "adaptive"])
-def test_the_same_is_decided_as_by_a_real_engine(strategy: str, loaded: Engine, tmp_path: Path) -> None:
+def test_the_same_is_decided_as_by_a_real_engine(
+    strategy: str, loaded: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The demo model draws its own tokens; its step log is the trace of the simulation, which makes the same steps."""
+    monkeypatch.setattr("app.engine.strategies.PREFILL_STEPS", 40)  # a dynamic batch is larger than the memory
     config = real_config(strategy)
     real, simulation = [], []
     clock, cost = SimulatedClock(), step_cost()

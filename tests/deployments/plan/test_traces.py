@@ -108,7 +108,7 @@ def test_a_bad_trace_is_refused_with_numbers(tmp_path: Path) -> None:
 def test_requests_that_do_not_fit_are_counted_and_the_factor_is_said() -> None:
     trace = read_trace("azure-conv")
     with pytest.raises(
-        InvalidSetup, match=r"of 1,000 requests do not fit.*takes 2,048 together.*--lengths 0\."
+        InvalidSetup, match=r"of 1,000 requests do not fit.*accepts 2,048 together.*--lengths 0\."
     ) as caught:
         trace.check_lengths(2048)
     factor = float(caught.value.message.rpartition(" ")[2])

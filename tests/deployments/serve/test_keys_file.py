@@ -241,7 +241,7 @@ def test_other_machines_are_not_let_in_without_keys(serve_file: Any, host: str) 
 
 
 def test_keys_that_stand_in_the_settings_are_refused_and_not_shown(serve_file: Any) -> None:
-    with pytest.raises(InvalidSetup, match=r"^api\.keys: this setting is gone; .*keys_file") as refusal:
+    with pytest.raises(InvalidSetup, match=r"^api\.keys: this setting was removed; .*keys_file") as refusal:
         read_serve_file(serve_file("127.0.0.1", keys=[entry()]))
     assert entry()["sha256"] not in str(refusal.value)
 

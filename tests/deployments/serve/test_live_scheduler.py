@@ -33,14 +33,14 @@ def in_force(answer: httpx.Response) -> list[tuple[Any, Any]]:
 
 def test_a_switch_holds_on_every_replica_also_on_one_that_is_started_later_and_loses_no_token(shared: str) -> None:
     url = shared
-    static = {"name": "static", "batch_size": 4, "max_wait_ms": 50.0}
+    static = {"name": "static", "max_wait_ms": 40.0}
 
     async def main() -> None:
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             [expected] = await asyncio.gather(tokens_of(client, url))
             streams = [asyncio.create_task(tokens_of(client, url)) for _ in range(8)]
             await asyncio.sleep(0.3)
-            body = {"model": MODEL, "strategy": {"name": "static", "batch_size": 4}, "policy": "fair"}
+            body = {"model": MODEL, "strategy": {"name": "static", "max_wait_ms": 40}, "policy": "fair"}
             switched = await client.post(f"{url}/admin/scheduler", json=body)
             assert in_force(switched) == [(static, "fair")] * 2
             assert not any(stream.done() for stream in streams)

@@ -59,9 +59,9 @@ def test_every_mistake_has_its_own_line() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        ({"strategy": {"name": "static", "batch_size": 0}}, "strategy.batch_size: got 0; must be greater than"),
-        ({"strategy": {"name": "static", "size": 1}}, "strategy: static has no parameter 'size'; it has batch_size"),
-        ({"strategy": {"batch_size": 1}}, "strategy: got {'batch_size': 1} without a name; must be one of static"),
+        ({"strategy": {"name": "static", "max_wait_ms": -1}}, "strategy.max_wait_ms: got -1; must be greater than"),
+        ({"strategy": {"name": "static", "size": 1}}, "strategy: static has no parameter 'size'; it has max_wait_ms"),
+        ({"strategy": {"max_wait_ms": 1}}, "strategy: got {'max_wait_ms': 1} without a name; must be one of static"),
         ({"policy": ["fair"]}, "policy: got ['fair']; must be"),
         ({"policy": {"name": ["fair"]}}, "policy: got ['fair']; must be one of fcfs, sjf, priority, fair, deadline"),
     ],
@@ -97,8 +97,8 @@ def test_two_settings_that_contradict_each_other_are_explained() -> None:
         ({"target_s": -1.5}, ".target_s: got -1.5; must be greater than 0"),
         (
             {"target_s": 2.0, "target_tokens": 512},
-            ".target_tokens: this setting is gone; leave it out, or write target_s, seconds of work for each replica: "
-            "divide these tokens by the tokens_per_s of a replica in GET /admin/fleet",
+            ".target_tokens: this setting was removed; leave it out, or write target_s, seconds of work for each "
+            "replica: divide these tokens by the tokens_per_s of a replica in GET /admin/fleet",
         ),
         ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
         (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
@@ -200,8 +200,8 @@ DEPLOYED = SchedulerConfig(max_running=4, max_waiting=8, policy="fair")
 
 
 def test_a_user_config_changes_what_it_names_and_always_means_the_same() -> None:
-    config = apply_override(DEPLOYED, {"scheduler": {"strategy": {"name": "static", "batch_size": 2}}})
-    assert config == SchedulerConfig(max_running=4, max_waiting=8, policy="fair", strategy=StaticConfig(batch_size=2))
+    config = apply_override(DEPLOYED, {"scheduler": {"strategy": {"name": "static", "max_wait_ms": 2}}})
+    assert config == SchedulerConfig(max_running=4, max_waiting=8, policy="fair", strategy=StaticConfig(max_wait_ms=2))
     assert apply_override(DEPLOYED, {}) == apply_override(DEPLOYED, {"scheduler": None}) == DEPLOYED
 
 
@@ -290,17 +290,20 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
     ("replicas", "message"),
     [
         (
-            {"num_replicas": 2, "roles": {"prefill": 1, "decode": 2}},
-            "2 replicas, but num_replicas=2: set num_replicas to 3",
+            {"num_replicas": 2, "prefill_replicas": 2},
+            "prefill_replicas=2 and num_replicas=2: no replica is left for d",
         ),
+        ({"prefill_replicas": 0}, "prefill_replicas: got 0; must be greater than or equal to 1"),
+        ({"prefill_replicas": 1, "autoscaling": {}}, "needs at least 2 replicas: raise autoscaling.min_replicas"),
         (
-            {"num_replicas": 1, "roles": {"prefill": 1, "decode": 0}},
-            "roles.decode: got 0; must be greater than or equal to 1",
+            {"prefill_replicas": 1, "groups": [A, B]},
+            "prefill_replicas and groups: replicas for prefill and decode hav",
         ),
-        ({"roles": {}, "autoscaling": {"min_replicas": 1}}, "roles need at least 2 replicas: raise num_replicas and"),
-        ({"roles": {}, "groups": [A, B]}, "roles and groups: replicas with roles have equal settings"),
-        ({"roles": {}, "tensor_parallel": 2}, "roles and tensor_parallel=2: replicas with roles"),
-        ({"roles": {}, "fetch_prefixes": False}, "roles and fetch_prefixes=false: replicas with roles"),
+        ({"prefill_replicas": 1, "tensor_parallel": 2}, "prefill_replicas and tensor_parallel=2: replicas for prefill"),
+        (
+            {"prefill_replicas": 1, "fetch_prefixes": False},
+            "prefill_replicas and fetch_prefixes=false: replicas for p",
+        ),
     ],
 )
 def test_a_mistake_in_roles_is_named(replicas: dict[str, Any], message: str) -> None:
@@ -308,7 +311,7 @@ def test_a_mistake_in_roles_is_named(replicas: dict[str, Any], message: str) -> 
 
 
 def test_roles_are_groups_of_replicas() -> None:
-    replicas = {"num_replicas": 4, "roles": {"prefill": 1, "decode": 3}}
+    replicas = {"num_replicas": 4, "prefill_replicas": 1}
     model = parse({"models": [{"replicas": replicas}]}).models[0]
     groups = groups_of(model)
     assert [group_of_rank(rank, groups) for rank in range(4)] == [PREFILL, DECODE, DECODE, DECODE]

@@ -208,7 +208,7 @@ async def test_background_requests_in_all_slots_refuse_no_other_request_and_lose
 async def test_background_work_in_a_whole_batch_stays_and_takes_places() -> None:
     runner = GatedRunner()
     # No batch of one: the engine may see the first request before the second is there.
-    strategy = {"name": "static", "batch_size": 2, "max_wait_ms": 600_000}
+    strategy = {"name": "static", "max_wait_ms": 600_000}
     with async_engine(runner, max_requests=3, max_running=2, strategy=strategy) as engine:
         for n in range(2, 4):
             engine.submit(background((5, n), max_tokens=30), NoReader())

@@ -197,7 +197,7 @@ def test_a_deadline_that_has_passed_makes_no_request_more_urgent() -> None:
 
 
 def test_an_expiry_wakes_an_engine_that_waits_for_its_batch_to_fill() -> None:
-    timed = TimedEngine(policy="fcfs", strategy={"name": "static", "batch_size": 4, "max_wait_ms": 10_000})
+    timed = TimedEngine(policy="fcfs", strategy={"name": "static", "max_wait_ms": 10_000}, max_running=4)
     timed.add(make_request(request_id="a", deadline_s=0.5))
     assert timed.engine.idle_s == pytest.approx(0.5)
     timed.clock.advance(0.5)

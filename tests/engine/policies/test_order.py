@@ -184,7 +184,7 @@ def test_neither_an_equal_class_nor_one_that_has_aged_is_preempted() -> None:
 
 
 def test_whole_batches_are_not_broken_up_for_a_better_class() -> None:
-    timed = one_by_one("priority", strategy={"name": "static", "batch_size": 1})
+    timed = one_by_one("priority", strategy="static")
     timed.add(make_request(request_id="low", priority=1))
     timed.step()
     timed.finish(make_request(request_id="high", priority=0))

@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from app.config import BucketedConfig, SchedulerConfig
+from app.config import BucketedConfig
 from app.engine.request import Request
+from app.engine.sequence import EngineSequence
+from app.engine.strategies import Bucketed
 from tests.kit.engine import TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
@@ -20,11 +21,11 @@ def requests(*names: str, num_tokens: int = 3, **fields: Any) -> list[Request]:
     return [make_request((5,) * num_tokens, request_id=name, **({"max_tokens": 2} | fields)) for name in names]
 
 
-STATIC = {"name": "static", "batch_size": 3, "max_wait_ms": 50}
+STATIC = {"strategy": {"name": "static", "max_wait_ms": 50}, "max_running": 3}
 
 
 def test_a_static_batch_goes_when_it_is_full() -> None:
-    bench = TimedEngine(strategy=STATIC)
+    bench = TimedEngine(**STATIC)
     bench.add(*requests("a", "b"))
     assert bench.step() == []
     bench.add(*requests("c", "d"))
@@ -33,7 +34,7 @@ def test_a_static_batch_goes_when_it_is_full() -> None:
 
 
 def test_no_sequence_joins_until_the_whole_static_batch_has_ended() -> None:
-    bench = TimedEngine(strategy=STATIC)
+    bench = TimedEngine(**STATIC)
     bench.add(*requests("a", "b", max_tokens=1), *requests("c", max_tokens=4))
     bench.step()
     bench.add(*requests("d", "e", "f"))
@@ -43,7 +44,7 @@ def test_no_sequence_joins_until_the_whole_static_batch_has_ended() -> None:
 @pytest.mark.parametrize("name", ["static", "dynamic", "bucketed", "sorted", "adaptive"])
 def test_the_last_partial_batch_always_goes_when_the_oldest_has_waited_long_enough(name: str) -> None:
     """A wait limit that is stored and never used, and a batch that only starts when it is full."""
-    bench = TimedEngine(strategy={"name": name, "max_wait_ms": 50, "batch_size": 3})
+    bench = TimedEngine(strategy={"name": name, "max_wait_ms": 50}, max_running=3)
     if name == "adaptive":  # its size grows from 1 to 3 with two fast batches
         for _ in range(2):
             bench.finish(make_request(max_tokens=1))
@@ -58,7 +59,7 @@ def test_the_last_partial_batch_always_goes_when_the_oldest_has_waited_long_enou
 
 
 def test_a_batch_that_went_half_full_is_not_filled_up_by_latecomers() -> None:
-    bench = TimedEngine(strategy=STATIC)
+    bench = TimedEngine(**STATIC)
     bench.add(*requests("a", max_tokens=3))
     bench.clock.advance(0.06)
     assert bench.step() == ["a"]
@@ -67,31 +68,37 @@ def test_a_batch_that_went_half_full_is_not_filled_up_by_latecomers() -> None:
 
 
 def test_a_batch_that_the_token_budget_does_not_take_at_once_fills_its_seats_in_the_next_steps() -> None:
-    bench = TimedEngine(strategy=STATIC, max_step_tokens=16, prefill_chunk_tokens=16)
+    bench = TimedEngine(**STATIC, max_step_tokens=16, prefill_chunk_tokens=16)
     bench.add(*requests("a", "b", "c", num_tokens=12, max_tokens=5))
     steps = [bench.step() for _ in range(3)]
     assert steps[0] == ["a", "b"]
     assert steps[-1] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("limit", [{"name": "static"}, {"name": "dynamic", "max_batch_tokens": 12}])
-def test_a_preempted_member_of_a_batch_has_its_seat_back(limit: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_a_preempted_member_of_a_batch_has_its_seat_back(name: str) -> None:
     # 40 slots for 80 tokens.
-    bench = TimedEngine(strategy=limit | {"batch_size": 4, "max_wait_ms": 0}, num_blocks=10)
+    bench = TimedEngine(
+        strategy={"name": name, "max_wait_ms": 0}, max_running=4, max_step_tokens=12, prefill_chunk_tokens=12,
+        num_blocks=10,
+    )  # fmt: skip
     members = [make_request((5, 6, n), max_tokens=17) for n in range(4)]
     bench.finish(*members).check(*members)
     assert bench.stats.total_preemptions > 0
 
 
-def test_a_batch_larger_than_the_running_slots_goes_in_their_size() -> None:
-    bench = TimedEngine(strategy={"name": "static", "batch_size": 100, "max_wait_ms": 60_000}, max_running=2)
+def test_a_batch_has_as_many_sequences_as_there_are_slots() -> None:
+    bench = TimedEngine(strategy={"name": "static", "max_wait_ms": 60_000}, max_running=2)
     bench.add(*requests("a", "b", "c", max_tokens=1))
     assert bench.step() == ["a", "b"]
     assert bench.engine.idle_s == pytest.approx(60, abs=0.1)  # c is alone now
 
 
+DYNAMIC = {"strategy": {"name": "dynamic", "max_wait_ms": 50}, "max_running": 8, "max_step_tokens": 10}
+
+
 def test_a_dynamic_batch_goes_when_it_has_enough_tokens_and_holds_no_more() -> None:
-    bench = TimedEngine(strategy={"name": "dynamic", "batch_size": 8, "max_batch_tokens": 10, "max_wait_ms": 50})
+    bench = TimedEngine(**DYNAMIC)
     bench.add(*requests("a", "b", num_tokens=4))
     assert bench.step() == []
     bench.add(*requests("c", num_tokens=4, max_tokens=1))
@@ -102,50 +109,33 @@ def test_a_dynamic_batch_goes_when_it_has_enough_tokens_and_holds_no_more() -> N
 
 
 def test_a_prompt_above_a_dynamic_batchs_tokens_goes_alone() -> None:
-    bench = TimedEngine(strategy={"name": "dynamic", "batch_size": 8, "max_batch_tokens": 10, "max_wait_ms": 50})
+    bench = TimedEngine(**DYNAMIC)
     bench.add(*requests("long", num_tokens=14, max_tokens=1), *requests("a"))
-    assert bench.step() == ["long"]
+    assert bench.step(2) == ["long"]
     bench.clock.advance(0.06)
     assert bench.step() == ["a"]
 
 
-BUCKETED = {"name": "bucketed", "batch_size": 2, "max_wait_ms": 50, "bounds": [4, 8]}
+BUCKETED = {"strategy": {"name": "bucketed", "max_wait_ms": 50}, "max_running": 2}
 
 
 def test_only_prompts_of_one_length_class_share_a_batch() -> None:
-    bench = TimedEngine(strategy=BUCKETED)
+    bench = TimedEngine(**BUCKETED)
     bench.add(*requests("short", num_tokens=4, max_tokens=1), *requests("middle", num_tokens=5, max_tokens=1))
     assert bench.step() == []
     bench.add(*requests("short too", num_tokens=1, max_tokens=1))
     assert bench.step() == ["short", "short too"]
 
 
-def test_the_bounds_of_length_classes_are_those_of_the_settings() -> None:
-    bench = TimedEngine(strategy=BUCKETED | {"bounds": [5]})
-    bench.add(*requests("short", num_tokens=4, max_tokens=1), *requests("middle", num_tokens=5, max_tokens=1))
-    assert bench.step() == ["short", "middle"]
-    usual = TimedEngine(strategy=BUCKETED | {"bounds": BucketedConfig().bounds})
-    usual.add(*requests("64", num_tokens=64, max_tokens=1), *requests("65", num_tokens=65, max_tokens=1))
-    assert usual.step() == []
-
-
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        ([64, 64], "64 follows 64; each bound must be larger than the one before"),
-        ([1024, 64], "64 follows 1024"),
-        ([0], "greater than or equal to 1"),
-        ([], "at least 1 item"),
-    ],
-)
-def test_bounds_that_make_no_classes_are_refused(bounds: list[int], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        SchedulerConfig.model_validate({"strategy": {"name": "bucketed", "bounds": bounds}})
+def test_each_length_class_ends_at_twice_the_tokens_of_the_class_before() -> None:
+    bucketed, lengths = Bucketed(BucketedConfig()), (1, 4, 5, 8, 9, 16, 17, 33)
+    waiting = [EngineSequence(make_request((5,) * length), arrival=0) for length in lengths]
+    assert [bucketed.bucket_of(each) for each in waiting] == [0, 0, 1, 1, 2, 2, 3, 4]
 
 
 def test_every_bucket_has_its_own_timer() -> None:
     """A lone request in a bucket is served in time, whatever the others do."""
-    bench = TimedEngine(strategy=BUCKETED)
+    bench = TimedEngine(**BUCKETED)
     bench.add(*requests("long", num_tokens=12, max_tokens=1))
     bench.clock.advance(0.04)
     bench.add(*requests("short", num_tokens=2, max_tokens=1))
@@ -158,7 +148,7 @@ def test_every_bucket_has_its_own_timer() -> None:
 
 
 def test_a_bucket_that_is_always_full_does_not_starve_the_others() -> None:
-    bench = TimedEngine(strategy=BUCKETED)
+    bench = TimedEngine(**BUCKETED)
     bench.add(*requests("rare", num_tokens=12, max_tokens=1))
     served: list[str] = []
     for n in range(40):
@@ -172,8 +162,7 @@ def test_a_bucket_that_is_always_full_does_not_starve_the_others() -> None:
 
 
 def test_the_adaptive_size_grows_while_batches_are_fast_and_shrinks_while_they_are_slow() -> None:
-    adaptive = {"name": "adaptive", "batch_size": 5, "target_latency_ms": 100, "max_wait_ms": 1}
-    bench = TimedEngine(strategy=adaptive)
+    bench = TimedEngine(strategy={"name": "adaptive", "target_latency_ms": 100, "max_wait_ms": 1}, max_running=5)
     sizes = []
     for _ in range(6):  # batches of 20 ms
         bench.finish(*(make_request(max_tokens=2) for _ in range(bench.stats.batch_size)))
@@ -189,7 +178,7 @@ def test_the_adaptive_size_grows_while_batches_are_fast_and_shrinks_while_they_a
 
 
 def test_idle_time_between_batches_is_no_latency() -> None:
-    bench = TimedEngine(strategy={"name": "adaptive", "target_latency_ms": 100, "max_wait_ms": 0, "batch_size": 4})
+    bench = TimedEngine(strategy={"name": "adaptive", "target_latency_ms": 100, "max_wait_ms": 0}, max_running=4)
     for _ in range(4):
         bench.finish(make_request(max_tokens=2))
         bench.clock.advance(10)
@@ -197,7 +186,7 @@ def test_idle_time_between_batches_is_no_latency() -> None:
 
 
 def test_an_idle_engine_has_nothing_due_and_an_empty_step_computes_nothing() -> None:
-    bench = TimedEngine(strategy=STATIC)
+    bench = TimedEngine(**STATIC)
     assert bench.engine.idle_s is None
     bench.add(*requests("a"))
     assert bench.step() == []
@@ -206,11 +195,14 @@ def test_an_idle_engine_has_nothing_due_and_an_empty_step_computes_nothing() -> 
     assert bench.engine.idle_s is None
 
 
-SORTED = {"name": "sorted", "batch_size": 2, "max_wait_ms": 50}
+SORTED = {
+    "strategy": {"name": "sorted", "max_wait_ms": 50}, "max_running": 2, "max_step_tokens": 512,
+    "prefill_chunk_tokens": 512,
+}  # fmt: skip
 
 
 def test_a_sorted_batch_has_the_oldest_and_those_of_the_nearest_lengths() -> None:
-    bench = TimedEngine(strategy=SORTED, max_step_tokens=512, prefill_chunk_tokens=512)
+    bench = TimedEngine(**SORTED)
     for name, num_tokens in (("long", 100), ("short", 5), ("longer", 130), ("shorter", 3), ("middle", 60)):
         bench.add(*requests(name, num_tokens=num_tokens, max_tokens=1))
     assert [bench.step() for _ in range(2)] == [["long", "longer"], ["short", "shorter"]]
@@ -220,7 +212,7 @@ def test_a_sorted_batch_has_the_oldest_and_those_of_the_nearest_lengths() -> Non
 
 
 def test_no_stream_of_nearer_lengths_holds_a_request_up_in_sorted_batches() -> None:
-    bench = TimedEngine(strategy=SORTED, max_step_tokens=512, prefill_chunk_tokens=512)
+    bench = TimedEngine(**SORTED)
     bench.add(*requests("a", num_tokens=3, max_tokens=1), *requests("odd", num_tokens=200, max_tokens=1))
     bench.clock.advance(0.001)
     for number in range(10):
@@ -230,7 +222,7 @@ def test_no_stream_of_nearer_lengths_holds_a_request_up_in_sorted_batches() -> N
 
 
 def test_background_requests_have_the_seats_that_are_left_in_a_sorted_batch() -> None:
-    bench = TimedEngine(strategy=SORTED | {"batch_size": 3}, max_step_tokens=512, prefill_chunk_tokens=512)
+    bench = TimedEngine(**SORTED | {"max_running": 3})
     night = requests("night", "later", num_tokens=3, max_tokens=1)
     bench.add(*(replace(request, is_background=True) for request in night))
     bench.add(*requests("a", num_tokens=3, max_tokens=1), *requests("b", num_tokens=200, max_tokens=1))

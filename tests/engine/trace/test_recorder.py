@@ -24,8 +24,8 @@ from app.engine.trace.entries import (
     to_line,
 )
 from app.engine.trace.recorder import StepRecorder
+from tests.engine.test_in_flight import LateRunner
 from tests.engine.test_invariants import FailingOnDemand
-from tests.engine.test_overlapped_engine import LateRunner
 from tests.kit.engine import (
     FakeClock,
     build_fake_engine,
@@ -79,7 +79,7 @@ def test_a_step_records_running_joined_and_ended_requests_and_times() -> None:
         ({"max_running": 1}, [4, 4], WaitReason.SLOTS),
         ({"num_blocks": 3}, [8, 8], WaitReason.BLOCKS),
         ({"max_step_tokens": 8}, [8, 8], WaitReason.BUDGET),
-        ({"strategy": {"name": "static", "batch_size": 2, "max_wait_ms": 1000}}, [8], WaitReason.STRATEGY),
+        ({"strategy": {"name": "static", "max_wait_ms": 1000}, "max_running": 2}, [8], WaitReason.STRATEGY),
         ({}, [8], None),
     ],
 )

@@ -115,7 +115,7 @@ def test_slots_may_be_part_of_larger_ones(build: Build, two_threads: NativeRecur
 def test_it_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         NativeRecurrence.why_not(torch.float16)
-        == "the C++ computes torch.float32 and torch.bfloat16, not torch.float16"
+        == "the C++ code supports torch.float32 and torch.bfloat16, not torch.float16"
     )
     monkeypatch.setattr(recurrence, "library", lambda: None)
     assert NativeRecurrence.why_not(torch.float32) == "there is no C++ compiler"

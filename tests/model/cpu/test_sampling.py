@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from typing import Any
 
@@ -13,24 +14,23 @@ from msgspec import structs
 from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
+from app.engine.request import FILTERS as COMMON
 from app.engine.request import SamplingParams
-from app.model.cpu.library import ThreadPool, library
+from app.model.cpu.library import Draw, ThreadPool, library
 from app.model.cpu.sampling import NativeSampler
-from app.model.sampler import Sampler, gumbel_noise
+from app.model.sampler import Sampler, draw_numbers, gumbel_noise
 from tests.kit.models import scheduled
 from tests.model.test_sampler import AT_THE_ENDS
 
 FILTERS = [
     {},
+    *({name: value} for name, value in COMMON.items()),
     {"top_k": 1},
-    {"top_k": 7},
     {"top_k": 10_000},
-    {"top_p": 0.9},
     {"top_p": 0.2, "top_k": 50},
     {"top_p": 1e-6},
-    {"min_p": 0.05},
     {"min_p": 1.0},
-    {"min_p": 0.01, "top_p": 0.95, "top_k": 40},
+    {**COMMON, "min_p": 0.01, "top_p": 0.95, "top_k": 40},
 ]
 
 
@@ -49,7 +49,8 @@ def native_sampler() -> NativeSampler:
 
 
 def items(num_rows: int, *, seed: int = 0, **sampling: float) -> list[ScheduledSequence]:
-    return [scheduled(1, row, seed=(row * 7919 + seed) * 2**40 - 5, **sampling) for row in range(num_rows)]
+    seeds = [((row * 7919 + seed) * 2**40 - 5) % 2**63 for row in range(num_rows)]
+    return [scheduled(1, row, seed=each, **sampling) for row, each in enumerate(seeds)]
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -63,6 +64,14 @@ def test_the_same_tokens_as_the_plain_sampler(native: NativeSampler, filters: di
     expected, got = (way.draw(logits, rows, sequences) for way in (PLAIN, native))
     assert (expected != got).sum() <= 1
     assert len(set(got.tolist())) > 20
+
+
+def test_each_parameter_of_a_draw_has_its_place_in_the_structure() -> None:
+    sampling = SamplingParams(max_tokens=1, seed=7, temperature=0.25, **COMMON)
+    draw = Draw.from_buffer_copy(struct.pack("=" + Draw.packing(), 3, *draw_numbers(sampling)))
+    assert draw.position == 3
+    for name in ("seed", "temperature", *COMMON):
+        assert getattr(draw, name) == pytest.approx(getattr(sampling, name)), name
 
 
 @pytest.mark.parametrize("sampling", AT_THE_ENDS, ids=str)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from app.engine.batch import ScheduledSequence, StepBatch
+from app.engine.request import FILTERS
 from app.model.attention import AttentionRules
 from app.model.implementations.cuda_decoder import CudaModel
 from app.model.implementations.loaded_model import LoadedModel
@@ -29,7 +30,7 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import ROW_LAYOUT, TritonSampler
 from tests.model.cuda.counting import Counts, counting
 
 BYTES = torch.bfloat16.itemsize
@@ -115,10 +116,8 @@ def item(token_ids: Sequence[int], start: int, block_ids: list[int], **given: An
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.8, "seed": 3},
-    "top-k": {"temperature": 0.8, "seed": 3, "top_k": 5},
-    "top-p": {"temperature": 0.8, "seed": 3, "top_p": 0.9},
-    "min-p": {"temperature": 0.8, "seed": 3, "min_p": 0.1},
-    "filtered": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    **{name: {"temperature": 0.8, "seed": 3, name: value} for name, value in FILTERS.items()},
+    "filtered": {"temperature": 0.8, "seed": 3, **FILTERS},
     "penalised": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),)},
     "banned": {"banned": (2, 3)},
     "grammar": {"allowed": range(0, 64, 3), "banned": (3,), "temperature": 0.8, "top_p": 0.9},
@@ -178,13 +177,17 @@ def sampled(*items: ScheduledSequence) -> tuple[Counts, torch.Tensor]:
     return counts, logits
 
 
+# Passes over the logits beside the one that draws: one for the greatest logit, 4 digits of a bfloat16 for an edge.
+PASSES = {"top_k": 4, "top_p": 5, "min_p": 1, "top_n_sigma": 3}
+
+
 @pytest.mark.parametrize(
     ("how", "passes", "of_token", "beside"),
-    # passes: one to draw, one for the greatest logit, 4 digits of a bfloat16 for each of top-k and top-p.
     # of_token: bytes beside the logit. beside: bytes of a row's entries, bans and their logits.
     [
-        ("greedy", 1, 0, 0), ("drawn", 1, 0, 0), ("top-k", 5, 0, 0), ("top-p", 6, 0, 0), ("min-p", 2, 0, 0),
-        ("filtered", 10, 0, 0), ("penalised", 1, 1 / 8, 4 * 42),
+        ("greedy", 1, 0, 0), ("drawn", 1, 0, 0), *((name, 1 + PASSES[name], 0, 0) for name in FILTERS),
+        ("filtered", 12, 0, 0),  # the greatest logit is found once
+        ("penalised", 1, 1 / 8, 4 * 42),
         ("banned", 1, 1 / 8, 16), ("grammar", 6, 1 / 8, 0),
     ],
 )  # fmt: skip
@@ -194,12 +197,12 @@ def test_draws_read_logits_and_a_bit_for_each_token(how: str, passes: int, of_to
     assert not set(counts.operators) & {"index", "_to_copy", "copy_", "sort", "index_put_", "clone", "argmax"}
     assert not counts.waits
     moved = counts.traffic("draw_kernel")
-    model_info = len(logits) * 13 * 8
+    of_rows = len(logits) * ROW_LAYOUT.size * 8
     least = logits.nbytes + logits.numel() * of_token
-    assert least <= moved.read <= least + model_info + len(logits) * beside
+    assert least <= moved.read <= least + of_rows + len(logits) * beside
     # Eight tokens load the same byte of bits.
     most = passes * (logits.nbytes + logits.numel() * of_token * 8)
-    assert moved.loaded <= most + 2 * (model_info + len(logits) * beside)
+    assert moved.loaded <= most + 2 * (of_rows + len(logits) * beside)
 
 
 def test_the_plain_sampler_does_not_wait_for_the_device_either() -> None:

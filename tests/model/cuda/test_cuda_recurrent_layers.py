@@ -43,7 +43,7 @@ def config_for(path: Path, *, chunk: int = 3, **cache: Any) -> EngineConfig:
 
 
 def build(path: Path, *, chunk: int) -> Engine:
-    return build_sync_engine(config_for(path, chunk=chunk, num_blocks=12, num_state_slots=9))
+    return build_sync_engine(config_for(path, chunk=chunk, num_blocks=12))
 
 
 @pytest.mark.usefixtures("triton_here")
@@ -79,7 +79,6 @@ def test_the_plan_of_a_gpu_has_the_slots_of_the_states(model_type: str, tmp_path
     assert planned.needs.graphs == 0, "its steps run without CUDA graphs"
     for memory_bytes, num_slots in ((1000 * planned.state_bytes, 4 * 3), (18 * planned.state_bytes, 9), (0, 8)):
         assert planned.num_slots(config, memory_bytes) == num_slots
-    assert planned.num_slots(config_for(path, num_state_slots=5), 0) == 5
 
 
 def test_slots_and_blocks_share_what_a_gpu_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +95,11 @@ def test_slots_and_blocks_share_what_a_gpu_leaves(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("triton_here")
-def test_slots_are_as_many_as_were_counted_whether_or_not_the_blocks_are_configured(tmp_path: Path) -> None:
+def test_slots_are_as_many_as_were_counted(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "lfm2", **MODELS["lfm2"])
-    for cache, num_slots in (({"num_blocks": 12, "num_state_slots": 4}, 4), ({"num_blocks": 12}, 4 * 3)):
-        engine = build_sync_engine(config_for(path, **cache))
-        assert isinstance(engine.runner, GraphModelRunner)
-        assert {states.shape[0] for states in engine.runner._states} == {num_slots}
+    engine = build_sync_engine(config_for(path, num_blocks=12))
+    assert isinstance(engine.runner, GraphModelRunner)
+    assert {states.shape[0] for states in engine.runner._states} == {4 * 3}
 
 
 def test_blocks_without_layers_are_sized_by_the_memory_of_the_host() -> None:

@@ -219,19 +219,19 @@ def test_nothing_is_left_where_all_works(small_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", [GRAPHS, EAGER, TRITON, TORCH])
-def test_the_settings_say_with_which_backend_to_begin(small_path: Path, backend: str) -> None:
+def test_the_settings_may_name_the_backend(small_path: Path, backend: str) -> None:
     assert serves(small_path, backend, backend=backend).failed == {}
 
 
 @pytest.mark.parametrize(
-    ("breaks", "require"), [(breaks_one_head, "triton"), (breaks_capture(RuntimeError("no")), "graphs")]
+    ("breaks", "named"), [(breaks_one_head, "triton"), (breaks_capture(RuntimeError("no")), "graphs")]
 )
-def test_a_replica_does_not_start_below_the_backend_that_is_required(
-    small_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Break, require: str
+def test_a_replica_starts_with_no_other_backend_than_the_named_one(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Break, named: str
 ) -> None:
     breaks(monkeypatch)
-    with pytest.raises(InvalidSetup, match=rf"model\.require is {require}, and .*graphs: .*leave model\.require out"):
-        engine_of(small_path, require=require)
+    with pytest.raises(InvalidSetup, match=rf"model\.backend is {named}, and .*{named}: .*leave model\.backend out"):
+        engine_of(small_path, backend=named)
 
 
 def test_plain_torch_attends_in_parts_that_fit(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,13 +260,8 @@ def test_the_attention_of_a_library_comes_before_plain_torch(small_path: Path, m
 
 
 @pytest.mark.usefixtures("library_here")
-def test_the_attention_of_a_library_comes_first_where_the_settings_say_so(
-    small_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert list_backends(ladder_of(small_path, backend=LIBRARY)) == [LIBRARY, TRITON, TORCH]
+def test_the_attention_of_a_library_may_be_named(small_path: Path) -> None:
     assert serves(small_path, LIBRARY, backend=LIBRARY).failed == {}
-    monkeypatch.setattr("app.model.cuda.library_attention.varlen_attn", raises(RuntimeError("needs sm80 or newer")))
-    assert set(serves(small_path, TRITON, backend=LIBRARY).failed) == {LIBRARY}
 
 
 def test_keys_and_values_in_fp8_become_those_of_the_model_where_no_kernel_works(
@@ -299,7 +294,7 @@ def test_what_a_cpu_serves_plain_torch_serves_on_a_gpu(
     """Bloom attends by its own code."""
     path = save_random_model(tmp_path / "model", "bloom") if architecture == "bloom" else tiny_model_path(architecture)
     request = some_requests()[0]
-    engine = engine_of(path, backend=TORCH, cache=CACHE | {"num_blocks": 48, "num_state_slots": 9})
+    engine = engine_of(path, backend=TORCH, cache=CACHE | {"num_blocks": 48})
     assert run_to_end(engine, request).token_ids == generate_plainly(path, [request])
 
 
@@ -310,7 +305,7 @@ def test_recurrent_layers_are_computed_by_plain_torch_where_the_kernels_fail(
     path = save_random_model(tmp_path / "model", architecture, **MODELS[architecture])
     for name in ("short_convolution", "gated_delta_rule"):
         monkeypatch.setattr(TritonRecurrence, name, raises(RuntimeError("PassManager::run failed")))
-    taken = serves(path, TORCH, cache=CACHE | {"num_state_slots": 8})
+    taken = serves(path, TORCH)
     assert set(taken.failed) == {EAGER, TRITON}
     assert "RuntimeError: PassManager::run failed" in taken.failed[EAGER]
 
@@ -375,14 +370,11 @@ def test_backends_that_lost_a_device_are_not_tried(small_path: Path) -> None:
     assert list_backends(ladder) == list(BACKENDS)
     ladder.lost.note([GRAPHS, EAGER], "why")
     assert list_backends(ladder_of(small_path)) == [TRITON, LIBRARY, TORCH]
-    assert GRAPHS not in list_backends(ladder_of(small_path, require="triton"))
-    assert list_backends(ladder_of(small_path, require="eager")) == [GRAPHS, EAGER]  # nothing else is accepted
-    assert list_backends(ladder_of(small_path, backend=EAGER)) == [EAGER, TRITON, LIBRARY, TORCH]
+    assert list_backends(ladder_of(small_path, backend=EAGER)) == [EAGER]  # nothing else is accepted
     ladder.lost.note([TRITON], "why")
     assert list_backends(ladder_of(small_path, batch_invariant=True)) == [GRAPHS, EAGER, TRITON]  # the others break it
     ladder.lost.path.unlink()
     ladder.lost.note([GRAPHS, EAGER], "why")
-    assert list_backends(ladder_of(small_path, backend=GRAPHS)) == [GRAPHS, TRITON, LIBRARY, TORCH]
     ladder.lost.note([TORCH], "why")  # below it is nothing
     assert list_backends(ladder_of(small_path)) == [TRITON, LIBRARY, TORCH]
 
@@ -590,8 +582,7 @@ def test_a_crash_or_a_hang_ends_the_process_and_the_next_one_takes_another_backe
         failed = serves(small_path, TRITON).failed  # without our decoder
     assert set(failed) == {GRAPHS, EAGER}
     assert f"ago, at the load, {reason}" in failed[GRAPHS]
-    assert "lost_devices.json to try it now" in failed[GRAPHS]
-    assert set(serves(small_path, TRITON, backend=GRAPHS).failed) == {GRAPHS, EAGER}, "it would end again"
+    assert "model.backend: graphs tries it now" in failed[GRAPHS]
 
 
 def test_a_process_that_ends_otherwise_is_not_taken_for_a_crash(small_path: Path, tmp_path: Path) -> None:
@@ -615,7 +606,7 @@ def test_a_backend_that_lost_its_device_is_not_taken_because_a_capture_fails(
 
 def test_a_cpu_has_no_backends_of_gpus(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
-    for name, value in (("backend", "eager"), ("backend", "triton"), ("require", "graphs")):
+    for backend in ("eager", "triton", "graphs"):
         with pytest.raises(InvalidSetup, match=r"is for GPUs, and .* runs on a CPU"):
-            engine_of(small_path, **{name: value})  # type: ignore[arg-type]
+            engine_of(small_path, backend=backend)
     assert device.why_no_triton(torch.device("cpu")) is None

@@ -15,14 +15,15 @@ from msgspec import structs
 
 from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.request import FILTERS as COMMON
 from app.model.logprobs import compute_logprobs
 from app.model.sampler import Sampler, gumbel_noise
 from tests.kit.models import DEVICE, scheduled
-from tests.model.test_sampler import AT_THE_ENDS
+from tests.model.test_sampler import AT_THE_ENDS, any_filter
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.model.cuda.sampler import DeviceEntries, TritonSampler
+from app.model.cuda.sampler import ROW_LAYOUT, DeviceEntries, TritonSampler
 
 sample = Sampler().sample
 VOCAB_SIZE = 45
@@ -40,7 +41,8 @@ def triton() -> TritonSampler:
 
 
 any_filters = st.fixed_dictionaries(
-    {
+    any_filter
+    | {
         "temperature": st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.0]),
         "top_k": st.sampled_from([0, 0, 1, 3, 7, VOCAB_SIZE, VOCAB_SIZE + 5]),
         "top_p": st.sampled_from([1e-6, 0.2, 0.5, 0.9, 1.0, 1.0]),
@@ -84,18 +86,18 @@ def test_the_same_tokens_as_the_plain_sampler_alone_and_in_any_batch(
 
 
 def _with_shares(item: ScheduledSequence, factor: float) -> ScheduledSequence:
-    params = item.sampling
-    top_p = params.top_p if params.top_p == 1.0 else params.top_p * factor
-    min_p = params.min_p if params.min_p == 1.0 else params.min_p / factor
-    return structs.replace(
-        item,
-        sampling=replace(params, top_p=top_p, min_p=min_p),
-    )
+    """The filters of shares, and of other fractions, a little looser or tighter."""
+    shares = {name: getattr(item.sampling, name) for name, value in COMMON.items() if isinstance(value, float)}
+    shares = {
+        name: value if value == 1.0 else value / factor if name == "min_p" else value * factor
+        for name, value in shares.items()
+    }
+    return structs.replace(item, sampling=replace(item.sampling, **shares))
 
 
-ALL_FILTERS = {"min_p": 0.01, "top_p": 0.95, "top_k": 40}
+ALL_FILTERS = {**COMMON, "min_p": 0.01, "top_p": 0.95, "top_k": 40}
 FILTERS = [
-    {}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.2, "top_k": 50}, {"top_p": 1e-6}, {"min_p": 0.05},
+    {}, *({name: value} for name, value in COMMON.items()), {"top_k": 1}, {"top_p": 0.2, "top_k": 50}, {"top_p": 1e-6},
 ]  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def test_the_noise_is_the_same_function() -> None:
 def test_logits_that_are_not_numbers_still_give_a_token_and_harm_no_other_row() -> None:
     logits = torch.randn(4, VOCAB_SIZE, device=DEVICE)
     logits[0], logits[1], logits[2, :5] = float("nan"), float("-inf"), float("nan")
-    for filters in ({"top_p": 0.5}, {"top_k": 3}, {}, {"temperature": 0.0}):
+    for filters in (*({name: value} for name, value in COMMON.items()), {}, {"temperature": 0.0}):
         items = [item(seed=1, **filters)] * 4
         drawn = triton().sample(logits, items).tolist()
         assert all(0 <= token < VOCAB_SIZE for token in drawn)
@@ -230,10 +232,21 @@ def test_a_step_brings_only_new_tokens_to_the_device(monkeypatch: pytest.MonkeyP
 def test_rows_of_one_sequence_with_drafts_each_bring_what_changes() -> None:
     """A GPU draws them in any order."""
     each = item(logit_bias=((40, 1.0), (3, -1.0)))
-    model_info = triton()._facts_of([each, each], torch.empty(2, 2 + VOCAB_SIZE, dtype=torch.int32, device=DEVICE))
-    of_first, of_second = model_info[: 2 * 13].view(2, 13)[:, 6:8].tolist()
-    assert of_first == of_second
-    assert of_first[1] == 2
+    facts = triton()._facts_of([each, each], torch.empty(2, 2 + VOCAB_SIZE, dtype=torch.int32, device=DEVICE))
+    rows = facts[: 2 * ROW_LAYOUT.size].view(2, ROW_LAYOUT.size)
+    assert rows[:, ROW_LAYOUT.num_changes].tolist() == [2, 2]
+    assert len(set(rows[:, ROW_LAYOUT.changes].tolist())) == 1
+
+
+def test_each_parameter_of_a_draw_has_its_place_in_a_row() -> None:
+    each = item(seed=2**63 - 1, temperature=0.25, position=7, **COMMON)
+    facts = triton()._facts_of([each], torch.empty(0, 2 + VOCAB_SIZE, dtype=torch.int32, device=DEVICE)).cpu()
+    for name in ("seed", "temperature", *COMMON):
+        value = getattr(each.sampling, name)
+        row = facts.view(torch.float32) if isinstance(value, float) else facts
+        assert row[getattr(ROW_LAYOUT, name)].item() == pytest.approx(value), name
+    assert facts[ROW_LAYOUT.position].item() == 7
+    assert len(facts) == ROW_LAYOUT.size
 
 
 def test_entries_go_with_their_sequence_and_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, t
 def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model)
-    engine = build_sync_engine(config_of(path, cache={"num_blocks": 16, "num_state_slots": 8}, dtype="float32"))
+    engine = build_sync_engine(config_of(path, cache={"num_blocks": 16}, dtype="float32"))
     assert engine.model_info.eos_token_ids == (END,)
     request = make_request(PROMPT, max_tokens=12, ignore_eos=True)
     assert run_to_end(engine, request).token_ids == generate_plainly(model, [request])
@@ -438,7 +438,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gemma4", {"without": "rope_freqs.weight"}, r"tensor rope_freqs\.weight does not say which part of a head"),
+        ("gemma4", {"without": "rope_freqs.weight"}, r"tensor rope_freqs\.weight does not tell which part of a head"),
         ("gemma4", {"without": "blk.4.layer_output_scale.weight"}, r"has no tensor blk\.4\.layer_output_scale\.weight"),
         ("gemma4", {"settings": {"gemma4.attention.sliding_window_pattern": [True, False]}},
          r"sliding_window_pattern is \[True, False\], which"),

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from msgspec import structs
 
+from app.config import SchedulerConfig
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import StepError
-from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason, Pooling
 from app.errors import DeadlineMissed
 from tests.engine.test_invariants import EngineMachine, FailingOnDemand
@@ -139,7 +139,7 @@ TestOverlappedMachine.settings = settings(
 def test_a_runner_that_launches_gets_an_engine_that_is_ahead() -> None:
     runner = LateRunner()
     engine = build_fake_engine(runner=runner)
-    assert isinstance(engine, OverlappedEngine)
+    assert engine.runner.launches
     request = make_request((5, 6, 7), max_tokens=6)
     engine.add(request)
     assert engine.step() == []  # launched, and nothing to wait for yet
@@ -292,3 +292,21 @@ def test_an_embedding_is_whole_though_its_request_is_preempted_while_its_last_st
         num_preempted += engine.stats().total_preemptions
         assert outcome.embeddings == {pooled.request_id: expected_embedding(pooled.prompt_token_ids, pooling)}
     assert num_preempted
+
+
+def test_the_tokens_of_a_step_do_not_count_for_a_sequence_that_was_preempted_since() -> None:
+    """The sequence joins the next step before the result of the first step is there."""
+    limits = {"max_step_tokens": 8, "prefill_chunk_tokens": 4}
+    engine = build_fake_engine(runner=LateRunner(), max_running=2, **limits)
+    first, second = make_request(tuple(range(5, 15)), max_tokens=3), make_request(tuple(range(6, 16)), max_tokens=3)
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    for max_running in (1, 2):
+        engine.reconfigure(SchedulerConfig(max_running=max_running, **limits))
+    engine.step()
+    current, preempted = engine.running
+    assert (current.num_computed_tokens, len(current.prefixes)) == (8, 1)
+    assert (preempted.num_computed_tokens, len(preempted.prefixes)) == (4, 0)
+    assert 0 < preempted.epoch == engine._scheduler._running.epoch
+    run_to_end(engine).check(first, second)
