@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import repeat
 
-from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
+from app.config import PolicyConfig
 from app.engine.batch import StepBatch
 from app.engine.sequence import EngineSequence
 from app.engine.waiting_queue import LazyHeap, PolicyQueue
@@ -33,16 +33,16 @@ OrderKey = tuple[float, ...]
 
 def make_policy(config: PolicyConfig) -> SchedulingPolicy:
     """Return a new policy without state of earlier policies."""
-    match config:
-        case FcfsConfig():
+    match config.name:
+        case "fcfs":
             return FirstComeFirstServed()
-        case SjfConfig():
+        case "sjf":
             return ShortestJobFirst()
-        case PriorityConfig():
+        case "priority":
             return PriorityFirst()
-        case FairConfig():
+        case "fair":
             return FairShare()
-        case DeadlineConfig():
+        case "deadline":
             return EarliestDeadlineFirst()
 
 

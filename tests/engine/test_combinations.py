@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.engine.request import FinishReason, Request
-from tests.kit.engine import TimedEngine, make_request
+from tests.kit.engine import POLICIES, TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
@@ -22,7 +22,6 @@ STRATEGIES: list[Any] = [
     {"name": "continuous"},
     {"name": "hybrid", "prefill_share": 0.25},
 ]
-POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
 NUM_REQUESTS = 64
 
 

@@ -22,6 +22,7 @@ from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.state_pool import NO_STATE
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.kit.engine import (
+    POLICIES,
     POOLINGS_OF_DECODERS,
     FakeClock,
     KnowingDrafter,
@@ -46,7 +47,6 @@ STRATEGIES: list[Any] = [
     {"name": "sorted", "max_wait_ms": 40},
     {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
 ]
-POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
 
 
 class FailingOnDemand(TimedRunner):

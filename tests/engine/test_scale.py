@@ -24,7 +24,7 @@ from app.engine.policies import SchedulingPolicy
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import EngineSequence
-from tests.kit.engine import CountingRunner, FakeClock, build_fake_engine, make_request, run_to_end
+from tests.kit.engine import POLICIES, CountingRunner, FakeClock, build_fake_engine, make_request, run_to_end
 
 NUM_RUNNING = 128
 NUM_WAITING = 3_000
@@ -180,7 +180,7 @@ def instructions_of_steps(strategy: str, policy: str, *, num_waiting: int) -> in
     ("strategy", "policy"),
     [
         *product(("static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"), ("fcfs",)),
-        *product(("sorted", "continuous"), ("sjf", "priority", "fair", "deadline")),
+        *product(("sorted", "continuous"), POLICIES[1:]),
     ],
 )
 def test_under_no_strategy_and_policy_does_a_step_cost_more_because_more_wait(strategy: str, policy: str) -> None:

@@ -17,7 +17,7 @@ from itertools import chain, count
 from typing import Any
 
 from app.build import assemble
-from app.config import CacheConfig, SchedulerConfig
+from app.config import CacheConfig, SchedulerConfig, names_of
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
@@ -50,6 +50,7 @@ from app.engine.state_pool import NO_STATE
 from app.engine.stats import EngineStats, StoreStats
 from app.errors import CarouselError, InvalidRequest
 
+POLICIES = names_of(SchedulerConfig.model_fields["policy"])
 VOCAB_SIZE = 50
 EOS = 1
 _numbers = count()

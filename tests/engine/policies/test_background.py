@@ -13,10 +13,8 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.batch import StepLimits
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import Overloaded
-from tests.kit.engine import GatedRunner, TimedEngine, async_engine, make_request, tokens_of
+from tests.kit.engine import POLICIES, GatedRunner, TimedEngine, async_engine, make_request, tokens_of
 from tests.waiting import until
-
-POLICIES = ("fcfs", "sjf", "priority", "fair", "deadline")
 
 
 def background(prompt: tuple[int, ...] = (5, 6, 7), **fields: Any) -> Request:

@@ -12,9 +12,7 @@ from app.engine.policies import EarliestDeadlineFirst
 from app.engine.request import Request
 from app.engine.sequence import EngineSequence
 from app.errors import DeadlineMissed
-from tests.kit.engine import TimedEngine, make_request
-
-POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
+from tests.kit.engine import POLICIES, TimedEngine, make_request
 
 
 def test_the_earliest_deadline_goes_first_and_requests_without_one_have_the_default() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from app.config import SchedulerConfig
 from app.engine.policies import make_policy
 from app.engine.sequence import EngineSequence
-from tests.kit.engine import TimedEngine, make_request
+from tests.kit.engine import POLICIES, TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
@@ -27,7 +27,7 @@ def one_by_one(policy: Any, **settings: Any) -> TimedEngine:
     return TimedEngine(policy=policy, **{"max_running": 1} | settings)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("waiting", "running", "may"),
     [
@@ -191,7 +191,7 @@ def test_whole_batches_are_not_broken_up_for_a_better_class() -> None:
     assert timed.stats.total_preemptions == 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_sequence_that_does_not_fit_keeps_its_place_at_the_head(policy: str) -> None:
     """It is not put back at the tail, and no other overtakes it."""
     timed = one_by_one(policy, max_running=8, num_blocks=6)  # 24 slots
