@@ -83,7 +83,7 @@ class Culprits(Generic[KeyT]):
         self._losses.pop(key, None)
 
     def is_alive(self, place: Hashable) -> None:
-        """Note that `place` was only silent, not dead, so no item killed it."""
+        """Record that `place` was only silent, not dead, so no item killed it."""
         if place in self._known_culprits:
             self._known_culprits.remove(place)
 

@@ -55,7 +55,7 @@ class FairShares:
         return self._counters[tenant], self._turns[tenant]
 
     def serve(self, tenant: str, amount: float) -> None:
-        """Note that one of the tenant's items starts, and charge `amount` for it."""
+        """Count the start of one of the tenant's items, and charge `amount` for it."""
         self._last_served = max(self._last_served, self.served(tenant))
         self.charge(tenant, amount)
 
@@ -65,7 +65,7 @@ class FairShares:
             self._counters[tenant] += amount
 
     def enter(self, tenant: str) -> None:
-        """Note that one more item of this tenant waits."""
+        """Count one more waiting item of this tenant."""
         num_waiting = self.num_waiting(tenant)
         if not num_waiting:
             first = self._order.first(self._num_waiting)
@@ -78,7 +78,7 @@ class FairShares:
             del self._counters[next(each for each in self._counters if each not in self._num_waiting)]
 
     def leave(self, tenant: str) -> None:
-        """Note that one item less of this tenant waits. Moves it behind all tenants with an equal counter."""
+        """Count one waiting item less of this tenant. Moves the tenant behind all tenants with an equal counter."""
         self._num_waiting[tenant] -= 1
         self._turns[tenant] = next(self._next_turn)
         if not self._num_waiting[tenant]:
@@ -172,7 +172,7 @@ class FairQueue(Generic[ItemT]):
         return tenant, item
 
     def end(self, tenant: str) -> None:
-        """Note that one of the tenant's running items has ended."""
+        """Count the end of one of the tenant's running items."""
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]

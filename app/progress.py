@@ -26,7 +26,7 @@ _step = ""
 
 
 def begin(name: str) -> None:
-    """Note that this process starts the named model. Before this call, `report_step` does nothing."""
+    """Record that this process starts the named model. Before this call, `report_step` does nothing."""
     global _name
     _name = name
     if folder := os.environ.get(FOLDER):

@@ -33,7 +33,7 @@ stops the start, with its path and the fix. `[]` marks a list. One file with mos
 [docs/examples/complete.yaml](../examples/complete.yaml), with [its keys](../examples/keys.yaml).
 
 A strategy or a policy ([list](../guide/deployment.md#strategies-and-policies)) is a name (`strategy: static`),
-or a name with its parameters (`strategy: {name: static, batch_size: 8}`). A pipeline's step
+or a name with its parameters (`strategy: {name: static, max_wait_ms: 20}`). A pipeline's step
 ([kinds](../guide/pipelines.md#pipelines)) has a `kind` instead.
 """
 _WORDS = {int: "integer", float: "number", bool: "true or false", dict: "mapping", str: ""}

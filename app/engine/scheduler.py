@@ -97,7 +97,7 @@ class Scheduler:
         return bool(self._sequences or self._ended)
 
     def due_at(self, now: float) -> float | None:
-        """Return when `schedule` has work next if no request arrives: at once if not after `now`, never if None."""
+        """Return when `schedule` next has work if no request arrives: up to `now` means at once, None never."""
         if len(self._running) or self._ended:
             return now
         times = (
@@ -270,7 +270,8 @@ class Scheduler:
         """Number of slots for sequences in the next step.
 
         A sequence that waits for a fetch reserves a slot. If the limit was lowered below the number of running
-        sequences, all of them keep their slots: a lower limit preempts nothing, and one may still replace another.
+        sequences, all of them keep their slots: a lower limit preempts nothing. One
+        sequence may still displace another.
         """
         return max(self.limits.max_running - len(self.fetches), len(self._running))
 
@@ -415,7 +416,7 @@ class Scheduler:
         self._strategy.joined(sequence)
 
     def _to_preempt_for_waiting(self, num_places: int) -> list[EngineSequence]:
-        """Return the running sequences to preempt for waiting ones: by policy, or background ones for foreground."""
+        """Return the running sequences to preempt for waiting ones: the policy's choice, or background ones."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
         # If a background request runs, it has the last rank, and every policy lets foreground requests replace it.

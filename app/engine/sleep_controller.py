@@ -38,7 +38,7 @@ class SleepController:
         self._turns.listen(on_change)
 
     def note_change(self) -> None:
-        """Note that another engine of the device has changed its turn. Any thread may call this."""
+        """Record that another engine of the device has changed its turn. Any thread may call this."""
         self._has_changed = True
 
     @property

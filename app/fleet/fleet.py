@@ -66,7 +66,7 @@ class TokenStream:
         await self._deltas.aclose()
 
     def deliver_to(self, take: Callable[[TokenDelta], bool]) -> None:
-        """Call `take` for each arriving delta between the first tokens and the end, while the reader waits.
+        """While the reader waits, pass each delta to `take`, except the first tokens and the last delta.
 
         If `take` returns True, the reader does not see the delta and keeps waiting. If `take` returns False, the reader
         receives the delta, and if `take` raises, the error.
@@ -412,7 +412,7 @@ class Fleet:
             waking.cancel()
 
     def _open_changed(self) -> None:
-        """Note that a connection was opened, a stream has ended, or the replicas have changed."""
+        """Forget the list of open replicas: a connection was opened, a stream has ended, or the replicas changed."""
         self._open_ids = None
 
     def _note_change(self) -> None:
@@ -474,7 +474,7 @@ class Fleet:
         self._note_change()
 
     def _ended(self, replica_id: str) -> None:
-        """Note that a stream has ended. Its replica receives no requests or questions until the first new frame."""
+        """Record the end of a stream. Its replica receives no requests or questions until the first new frame."""
         self._open_changed()
         for question in self._questions:
             question.close(replica_id)

@@ -129,7 +129,7 @@ class FrameServer:
             await asyncio.sleep(fetch_s)
 
     def left(self) -> None:
-        """Note that an ingress has aborted a request. Such a request may have moved to another replica."""
+        """Record that an ingress has aborted a request. Such a request may have moved to another replica."""
         self._was_left = self._draining is not None
 
     def _check_drained(self) -> None:

@@ -24,7 +24,7 @@ class PrefixFeed:
         self._readers: set[PrefixReader] = set()
 
     def note(self, prefix: Prefix, is_held: bool) -> None:
-        """Note that a prefix was cached (`is_held`), or that its last block was evicted."""
+        """Record that a prefix was cached (`is_held`), or that its last block was evicted."""
         if not is_indexed(prefix.num_blocks):
             return
         digest = prefix.digest

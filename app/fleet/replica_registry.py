@@ -300,7 +300,7 @@ class ReplicaRegistry:
             self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits and for all
 
     def _note_room(self, replica_id: str) -> None:
-        """Note a replica that may have room again after all replicas were full."""
+        """Record a replica that may have room again after all replicas were full."""
         for is_background, full in list(self._full.items()):
             [candidate] = self._ledger.candidates([replica_id], now=self._clock(), is_background=is_background)
             if not (candidate.is_full or candidate.is_suspect):

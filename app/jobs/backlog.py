@@ -60,6 +60,7 @@ class Backlog(Generic[ItemT]):
         """
         self._ended = ended
         self._waiting: deque[ItemT] = deque()
+        self.num_waiting = 0  # requests of the items in `_waiting`
         self._suspects: deque[ItemT] = deque()
         self._engines: dict[int, _OnEngine[ItemT]] = {}
         self._known: set[int] = set()  # waiting or on an engine
@@ -68,11 +69,6 @@ class Backlog(Generic[ItemT]):
         for number, num_deaths in (deaths or {}).items():
             for _ in range(num_deaths):
                 self._culprits.note_loss(number)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests of the items that wait."""
-        return sum(item.num_requests for item in self._waiting)
 
     @property
     def num_suspects(self) -> int:
@@ -99,7 +95,7 @@ class Backlog(Generic[ItemT]):
                 given_up.append(self._given_up(item))
                 continue
             self._known.add(item.number)
-            (self._suspects if self._culprits.is_suspect(item.number) else self._waiting).append(item)
+            self._queue(item, is_suspect=self._culprits.is_suspect(item.number))
         return given_up
 
     def items_on(self, engine: int) -> KeysView[int]:
@@ -129,6 +125,7 @@ class Backlog(Generic[ItemT]):
             taken, on_engine.is_alone = [self._suspects.popleft()], True
         while self._waiting and room > 0:
             taken.append(self._waiting.popleft())
+            self.num_waiting -= taken[-1].num_requests
             room -= taken[-1].num_requests
         on_engine.items.update((item.number, item) for item in taken)
         return taken
@@ -158,7 +155,7 @@ class Backlog(Generic[ItemT]):
         on_engine = self._on(engine)
         had_begun = item in on_engine.begun
         on_engine.begun.discard(item)
-        (self._suspects if on_engine.is_alone else self._waiting).append(on_engine.items.pop(item))
+        self._queue(on_engine.items.pop(item), is_suspect=on_engine.is_alone)
         on_engine.is_alone = False
         return had_begun
 
@@ -176,8 +173,16 @@ class Backlog(Generic[ItemT]):
             else:
                 again.append(item)
         self._waiting.extendleft(reversed(again))
+        self.num_waiting += sum(item.num_requests for item in again)
         begun = on_engine.begun - {invalid.number for invalid in given_up}
         return Loss(given_up=tuple(given_up), begun=tuple(begun))
+
+    def _queue(self, item: ItemT, *, is_suspect: bool) -> None:
+        if is_suspect:
+            self._suspects.append(item)
+        else:
+            self._waiting.append(item)
+            self.num_waiting += item.num_requests
 
     def _forget(self, number: int) -> None:
         self._known.discard(number)

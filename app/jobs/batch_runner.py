@@ -39,7 +39,7 @@ SPACE_LOOK_EVERY_S = 1.0
 # The share of the disk's reserve that output files leave free; less than for items, so that paused batches can end.
 _RESERVE_OF_FILES = 0.25
 
-# Maps the state of a batch when its items stopped to its final state.
+# The final state of a batch, by its state when its last item stopped.
 _ENDS = {
     JobState.FINALIZING: JobState.COMPLETED,
     JobState.CANCELLING: JobState.CANCELLED,
@@ -202,7 +202,7 @@ class BatchRunner:
             await self._finish(job, JobState.FAILED, errors=(_SERVER_ERROR,))
 
     async def _give_up(self, job_id: str) -> None:
-        """Fail a batch whose files cannot be written for a reason other than the storage. Keeps its results."""
+        """Fail a batch whose files cannot be written although the storage works. Keeps its results."""
         logger.error("batch %s: ends without files; what was done stays in %s", job_id, self._folder / job_id)
         failed = {"status": JobState.FAILED, "failed_at": self._now(), "errors": (_SERVER_ERROR,)}
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)

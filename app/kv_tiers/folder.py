@@ -137,7 +137,7 @@ class BlockFolder:
         return False
 
     def note_use(self, name: bytes, minute: int, place: int) -> None:
-        """Note that the last block of a prefix of `place` blocks was used in this minute.
+        """Record that the last block of a prefix of `place` blocks was used in this minute.
 
         Among the blocks of one minute, later ones are deleted first, because they are useless without the earlier ones.
         """

@@ -210,7 +210,7 @@ class TierStore(BlockStore):
 
     @contextmanager
     def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
-        """Yield a queue's first item, or None. Logs errors, because fetches would never end if one ended the thread."""
+        """Yield a queue's first item, or None. Logs errors; if one ended the thread, fetches would never finish."""
         with self._wake:
             item = queue.popleft() if queue else None
             taken = [] if item is None else [item]
@@ -288,7 +288,7 @@ class TierStore(BlockStore):
                     self._note_use_of_snapshot(self._folder, fetch.names[num_usable - 1], minute, place)
 
     def _note_silence(self, fetch: Fetch, error: OSError) -> None:
-        """Note that a replica has ended or does not answer, so that fetches do not wait for it again for a while."""
+        """Record that a replica has ended or does not answer, so that fetches do not wait for it again for a while."""
         if fetch.request.prefix_at is not None:
             now = time.monotonic()
             self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
@@ -390,11 +390,11 @@ class TierStore(BlockStore):
 
     @staticmethod
     def _note_use_of_snapshot(folder: BlockFolder, name: bytes, minute: int, num_blocks: int) -> None:
-        """Note that the snapshot after a prefix of this name and length was used. It is deleted before the blocks."""
+        """Mark the snapshot after a prefix of this name and length as used. It is deleted before the blocks."""
         folder.note_use(name_of_snapshot(name), minute, num_blocks + 1)
 
     def _note_use(self, folder: BlockFolder, prefix: Prefix) -> None:
-        """Note that a prefix and its ancestors were used. Stops at the first ancestor already noted in this minute."""
+        """Mark a prefix and its ancestors as used. Stops at the first ancestor already noted in this minute."""
         minute = this_minute()
         at: Prefix | str = prefix
         while isinstance(at, Prefix) and at.last_used_minute != minute:
@@ -414,8 +414,8 @@ class TierStore(BlockStore):
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
             self._paused_until = time.monotonic() + STORAGE_PAUSE_S if passes else inf
             if not self._has_failed or not passes:
-                when = f"now, tried again every {STORAGE_PAUSE_S:.0f} s" if passes else "any more"
-                logger.warning("no block of KV is written %s: %s", when, error)
+                when = f"retrying every {STORAGE_PAUSE_S:.0f} s" if passes else "the folder is not used any more"
+                logger.warning("KV blocks cannot be written; %s: %s", when, error)
             self._has_failed = True
             return False
         if isinstance(held, Snapshot):

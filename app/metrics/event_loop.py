@@ -118,7 +118,7 @@ class LoopMonitor:
         )  # fmt: skip
 
     def _look(self) -> None:
-        """Note the loop's running work whenever its timer is late. Runs in the thread."""
+        """Record the loop's running work whenever its timer is late. Runs in the thread."""
         while not self._stopped.wait(_LOOK_S):
             due_at = self._due_at
             if self._seen[0] != due_at and time.monotonic() - due_at > STALL_S / 2:

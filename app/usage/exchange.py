@@ -64,7 +64,7 @@ class UsageReporter:
         self._limits.take(answer.shares, asked=answer.asks_for)
 
     def fail(self, *, timeout_s: float = 0.0) -> None:
-        """Note that the owner has not answered within `timeout_s`. The next report includes all limits."""
+        """Record that the owner has not answered within `timeout_s`. The next report includes all limits."""
         silence_s = self._clock() - self._answered_at
         if silence_s > SILENCE_S:
             self._limits.lose_owner(has_share=silence_s < LEASE_S - timeout_s)

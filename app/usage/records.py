@@ -9,7 +9,7 @@ from operator import add, attrgetter
 from typing import Any, NamedTuple, Protocol
 
 ONLINE, BACKGROUND = "online", "background"
-ROUNDING = 1e-6  # share of a limit: amounts that differ by less count as equal
+ROUNDING = 1e-6  # as a fraction of a limit; smaller differences are ignored
 SLOTS = "requests at once"  # the limit of concurrent requests, whose slots are whole numbers
 
 
@@ -110,7 +110,7 @@ class LimitChanges(NamedTuple):
     """The changes of limits in one process since its last report."""
 
     uses: Mapping[LimitId, LimitUse]
-    reserved: Mapping[str, BudgetTotals]  # by key with budgets: amounts that its running requests may use
+    reserved: Mapping[str, BudgetTotals]  # for each key with budgets: what its running requests may still use
     are_all: bool  # whether all limits are included, not only changed limits
 
 
@@ -136,7 +136,7 @@ class UsageReport:
     process: str
     number: int  # increases by one with each new `used`; 0 if the process has used nothing yet
     used: Mapping[UsedFor, Used] = field(default_factory=dict)
-    # For each key with budgets, the amounts that running requests may use plus ended usage that is not in `used` yet.
+    # For each key with budgets: what its running requests may still use, and finished usage that is not in `used`.
     reserved: Mapping[str, BudgetTotals] = field(default_factory=dict)
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
     num_processes: int = 0  # number of processes that share limits, by the last answer
@@ -187,7 +187,7 @@ class Owner(Protocol):
 
 
 class Limits(Protocol):
-    """The limits of keys in one process that several processes share."""
+    """One process's view of the limits that several processes share."""
 
     @property
     def takes_slack(self) -> bool:
@@ -197,10 +197,10 @@ class Limits(Protocol):
         """Set the function to call when a report should not wait for the end of the period."""
 
     def changes(self, keys: Iterable[str] | None) -> LimitChanges:
-        """Return the changed keys and `keys` for a report (None: all keys), and start a new count of demand."""
+        """Return the changed keys and `keys`, or all keys if None, for a report. Resets the counts of demand."""
 
     def take(self, shares: Mapping[LimitId, Share], *, asked: Collection[str]) -> None:
-        """Apply the owner's shares. The next report includes the `asked` keys, and comes early if the last did not."""
+        """Apply the owner's shares. The next report includes the `asked` keys, early unless the last one did."""
 
     def lose_owner(self, *, has_share: bool) -> None:
         """Called when the owner stops answering. `has_share`: the owner cannot have reassigned the shares yet."""

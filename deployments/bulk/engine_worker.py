@@ -73,7 +73,8 @@ class EngineWorker:
         self._ended: list[_Answer] = []
         self._begun: list[int] = []
         self._num_tokens = 0
-        self._num_open = 0
+        self._num_open = 0  # requests of the items that `collect` has not returned
+        self._num_ended = 0  # requests of the items in `_ended`
         self._wanted = 1
         self._failure: str | None = None
         self._is_stopping = False
@@ -86,11 +87,11 @@ class EngineWorker:
         answers = [self._checked(item) for item in items]  # in the caller's thread, so that steps do not wait
         with self._changed:
             self._entering.extend(answers)
-            self._num_open += len(items)
+            self._num_open += sum(item.num_requests for item in items)
             self._changed.notify_all()
 
     def collect(self, *, at_least: int, within_s: float) -> EngineOutput:
-        """Wait until `at_least` items or all items have ended, or the time is over; return the items that have ended.
+        """Wait until items with `at_least` requests, or all items, have ended, or the time is over. Return these items.
 
         Raises:
             EngineStopped: the engine failed with every item that it had, and cannot be used any more.
@@ -104,7 +105,8 @@ class EngineWorker:
             begun, self._begun = self._begun, []
             num_tokens, self._num_tokens = self._num_tokens, 0
             news = {answer.item.number: token_ids for answer in self._answers.values() if (token_ids := answer.news())}
-            self._num_open -= len(ended)
+            self._num_open -= self._num_ended
+            self._num_ended = 0
         # The caller's thread decodes the texts, so that the engine's thread computes the next steps meanwhile.
         outputs = tuple(answer.output(self._tokenizer) for answer in ended)
         return EngineOutput(outputs=outputs, begun=tuple(begun), token_ids=news, num_tokens=num_tokens)
@@ -128,8 +130,7 @@ class EngineWorker:
         return answer
 
     def _is_worth_taking(self, at_least: int) -> bool:
-        num_ended = len(self._ended)
-        return self._failure is not None or num_ended >= min(at_least, self._num_open)
+        return self._failure is not None or self._num_ended >= min(at_least, self._num_open)
 
     # ------------------------------------------------------------------ the thread
 
@@ -190,8 +191,9 @@ class EngineWorker:
             self._changed.notify_all()
 
     def _end(self, answer: _Answer) -> None:
-        """Hand an answer over, and abort its requests that still run: the engine knows no stop strings and no items."""
+        """Hand an answer over and abort its unfinished requests. The engine is unaware of stop strings and items."""
         self._ended.append(answer)
+        self._num_ended += answer.item.num_requests
         for request in answer.item.requests:
             if self._answers.pop(request.request_id, None) is not None:
                 self._engine.abort(request.request_id)

@@ -121,6 +121,8 @@ class EnginePool(Executor[PreparedItem]):
                 if self._is_over:
                     return
             room = self._window - self._backlog.num_requests_on(number)
+            if len(self._backlog.items_on(number)) < 2:  # the next item is there before the end of a large item
+                room = max(room, 1)
             items = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if items:
                 await self.has_changed()  # the backlog has room again, so the reader can continue

@@ -160,7 +160,7 @@ class _Sending:
         await self._room
 
     def note_taken(self, num_bytes: int) -> None:
-        """Note bytes that the reader has consumed."""
+        """Record bytes that the reader has consumed."""
         self.num_bytes -= num_bytes
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
@@ -281,7 +281,7 @@ class _Receiving:
         return None if end is None else AnswerPart(b"", end)
 
     def take(self, num_bytes: int) -> int:
-        """Note bytes that the reader has consumed. Returns the number to report, or 0 while that can wait."""
+        """Record bytes that the reader has consumed. Returns the number to report, or 0 while that can wait."""
         self._num_untold += num_bytes
         if self._num_untold < WINDOW_BYTES // 2:
             return 0

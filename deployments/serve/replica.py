@@ -64,7 +64,7 @@ class Replica(StopsWithServe):
         )
         freeze_loaded()
         progress.report_step(progress.JOINING)
-        if model.replicas.num_gpus > 0:  # on two CPU cores, short waits cost a tenth of the tokens
+        if model.replicas.num_gpus > 0:  # on two CPU cores without a GPU, short waits cost 10% of the throughput
             keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()
         # Serve calls the constructor on the event loop. Naming causes of stalls would interrupt the engine's thread.

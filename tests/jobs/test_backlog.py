@@ -134,6 +134,9 @@ def test_whatever_dies_every_row_comes_out_once() -> None:
             backlog.settle(engine, done)
         settled.update(done)
         out += done
+        for number in list(backlog.items_on(engine))[:1]:
+            backlog.give_back(engine, number)
+        assert backlog.num_waiting == sum(item.num_requests for item in backlog._waiting)
     assert sorted(out) == list(range(300))
 
 

@@ -99,7 +99,7 @@ class TokenBucket:
         return False
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """Note that the owner no longer answers. With `has_share`, it cannot have reassigned this share yet."""
+        """Record that the owner no longer answers. With `has_share`, it cannot have reassigned this share yet."""
         self._counted()
         self._is_led, self._elsewhere = False, 0.0
         if not has_share:

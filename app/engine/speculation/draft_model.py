@@ -106,7 +106,8 @@ class ModelDrafter(Drafter):
         """Return items for the tokens that the draft model lacks. An item that completes its sequence also drafts."""
         found: list[_Drafting] = []
         num_left = MAX_CATCH_UP_TOKENS
-        lacking = [each.num_tokens - self._num_computed.get((each, each.epoch), 0) for each in sequences]
+        # After a failed step, the memory may hold drafts beyond the sequence's tokens. They are overwritten.
+        lacking = [max(1, each.num_tokens - self._num_computed.get((each, each.epoch), 0)) for each in sequences]
         for place in sorted(range(len(sequences)), key=lacking.__getitem__):
             sequence, num_lacking = sequences[place], lacking[place]
             num_fitting = self._max_model_len - sequence.num_tokens + 1

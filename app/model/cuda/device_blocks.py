@@ -65,7 +65,7 @@ class DeviceBlocks(BlockMemory):
             yield _Copies(self, stream)
 
     def copy(self, block_id: int, buffer: memoryview, stream: torch.cuda.Stream | None, *, takes: bool) -> bool:
-        """Copy a block to the buffer if `takes`, else back, and wait. Return False after `suspend`."""
+        """Copy a block to the buffer if `takes`, otherwise from it, and wait. Return False after `suspend`."""
         with self._lock:
             if self._table is None:
                 return False

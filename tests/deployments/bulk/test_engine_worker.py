@@ -192,6 +192,13 @@ def test_a_short_row_does_not_wait_for_a_long_one(room: Room) -> None:
     assert [record.number for record in first.outputs] == [1]
 
 
+def test_what_is_worth_taking_is_counted_in_requests(room: Room) -> None:
+    generator = room.generator(build_fake_engine(runner=SlowRunner(), num_blocks=300))
+    generator.add([row(0, max_tokens=900), two_requests(1)])
+    first = generator.collect(at_least=2, within_s=ENOUGH_S)
+    assert [record.number for record in first.outputs] == [1], "one row of two requests"
+
+
 def test_a_output_tells_which_rows_began_and_how_many_tokens_came(room: Room) -> None:
     generator = room.generator()
     generator.add([row(0, max_tokens=5), row(1, max_tokens=5)])

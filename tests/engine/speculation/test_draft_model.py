@@ -11,6 +11,7 @@ from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo
 from app.engine.speculation.draft_model import MAX_CATCH_UP_TOKENS, ModelDrafter
+from tests.engine.test_steps_in_flight import LateRunner, LateStep
 from tests.kit.engine import (
     EOS,
     VOCAB_SIZE,
@@ -211,3 +212,24 @@ def test_the_draft_model_sleeps_and_wakes_with_the_engine() -> None:
     assert drafting.told == ["sleep", "wake"]
     stats = engine.stats()
     assert stats.total_drafted_tokens == stats.total_accepted_tokens > 10
+
+
+class FailingLaunch(LateRunner):
+    """Fails the second launch of a step with drafts."""
+
+    num_launches = 0
+
+    def launch(self, batch: StepBatch) -> LateStep:
+        self.num_launches += batch.has_drafts
+        if batch.has_drafts and self.num_launches == 2:
+            raise RuntimeError("asked to fail")
+        return super().launch(batch)
+
+
+def test_after_a_failed_launch_drafts_continue_from_the_sequence_s_last_token() -> None:
+    runner = DraftRunner()
+    engine = build_fake_engine(num_blocks=200, runner=FailingLaunch(), drafter=model_drafter(runner))
+    outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40))
+    assert outcome is not None
+    assert all(item.token_ids for batch in runner.batches for item in batch.scheduled)
+    assert engine.stats().total_accepted_tokens > 0
