@@ -41,7 +41,7 @@ from benchmarks.harness.machine import PROJECT
 
 ENGINE = "tests/engine/test_scheduler.py tests/engine/test_engine.py tests/engine/policies"
 STRATEGIES, DRAFTS = "tests/engine/strategies", "tests/engine/speculation"
-STEPS = "tests/engine/test_in_flight.py tests/engine/test_isolation.py tests/engine/test_pooling.py"
+STEPS = "tests/engine/test_steps_in_flight.py tests/engine/test_isolation.py tests/engine/test_pooling.py"
 VIEWS = "tests/engine/test_stats.py tests/engine/test_fetches.py tests/engine/trace/test_recorder.py"
 API, JOBS = "tests/api/test_streaming.py tests/api/test_completions.py", "tests/jobs/test_batch_runner.py"
 PARTS = "tests/api/test_reasoning.py tests/api/test_token_details.py tests/api/test_tools.py"

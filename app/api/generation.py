@@ -456,8 +456,10 @@ def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | No
     return max(wanted, default=None)
 
 
-def chat_prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
+def chat_prompt(body: ChatRequest, model: ServedModel, limits: RequestLimits) -> tuple[int, ...]:
     """Return the token ids of a chat's prompt, even if the prompt is too long for the model. Raises InvalidRequest."""
+    if model.model_info.generates:
+        check_limits(body, model, limits)
     tools = tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
     return truncated(encode_chat(body, model, tools, is_cut_or_counted=True), body, model)
 

@@ -36,6 +36,13 @@ def test_a_conversation_is_tokenized_as_a_chat_would_be(service: Service) -> Non
     assert tuple(answer["tokens"]) == service.request.prompt_token_ids
 
 
+def test_a_chat_that_would_be_refused_for_its_limits_is_not_tokenized(service: Service) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stop": ["a"] * 33}
+    refusals = [service.call("POST", path, body | {"model": "demo"}) for path in ("/tokenize", "/v1/chat/completions")]
+    assert [(each.status, each.error["param"]) for each in refusals] == [(400, "stop")] * 2
+    assert refusals[0].error["message"] == refusals[1].error["message"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from app.engine.request import FinishReason, MergedDelta, Request, TokenDelta, TokenLogprobs
-from tests.engine.test_in_flight import LateRunner
+from tests.engine.test_steps_in_flight import LateRunner
 from tests.kit.engine import (
     CountingRunner,
     Outcome,

@@ -12,7 +12,7 @@ from app.engine.engine import Engine
 from app.engine.matcher import TokenSet, allowed_after_bans, any_token, with_tokens, without_tokens
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
 from app.errors import InvalidRequest
-from tests.engine.test_in_flight import LateRunner
+from tests.engine.test_steps_in_flight import LateRunner
 from tests.kit.engine import (
     EOS,
     VOCAB_SIZE,

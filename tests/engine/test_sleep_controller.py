@@ -24,7 +24,7 @@ from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import DeadlineMissed, EngineStopped, InvalidSetup, Overloaded
 from tests.engine.test_device_lease import asking_process
-from tests.engine.test_in_flight import LateRunner
+from tests.engine.test_steps_in_flight import LateRunner
 from tests.kit.engine import CountingRunner, FakeClock, Outcome, build_fake_engine, make_request, run_to_end, tokens_of
 from tests.waiting import PATIENCE_S, until
 

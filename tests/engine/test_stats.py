@@ -9,7 +9,7 @@ from msgspec import structs
 
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.stats import EngineMeasurements
-from tests.engine.test_in_flight import LateRunner
+from tests.engine.test_steps_in_flight import LateRunner
 from tests.kit.engine import FakeClock, TimedEngine, build_fake_engine, make_request, run_to_end
 
 

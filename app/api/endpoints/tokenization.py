@@ -6,6 +6,7 @@ POST /v1/messages/count_tokens is Anthropic's route for the same purpose.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +19,7 @@ from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
 from app.api.http.operations import OF_A_BODY, OF_A_MODEL, TEXT, Operation, RouteGroup
 from app.api.json_structure import size_of
-from app.api.prepared_request import ServedModel, check_token_ids
+from app.api.prepared_request import RequestLimits, ServedModel, check_token_ids
 from app.api.request_context import asks_for
 from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import STRICT_HEADER, ignored_fields, ignored_header
@@ -41,7 +42,8 @@ class TokenizationRoutes(RouteGroup):
         body = await self._body(request)
         if body.get("messages") is None:
             return await self._answer(request, body, TokenizeTextRequest, _tokenized_text)
-        return await self._answer(request, body, TokenizeChatRequest, _tokenized_chat)
+        make = partial(_tokenized_chat, limits=self._handler.limits)
+        return await self._answer(request, body, TokenizeChatRequest, make)
 
     @Operation("post", "/detokenize", "Token ids to text", "Text", OF_A_BODY, (DetokenizeRequest,))
     async def detokenize(self, request: Request) -> Response:
@@ -54,7 +56,8 @@ class TokenizationRoutes(RouteGroup):
     )  # fmt: skip
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens in the prompt of a message."""
-        return await self._answer(request, await self._body(request), CountTokensRequest, _counted)
+        make = partial(_counted, limits=self._handler.limits)
+        return await self._answer(request, await self._body(request), CountTokensRequest, make)
 
     @Operation(
         "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", OF_A_MODEL,
@@ -89,8 +92,8 @@ def _tokenized_text(body: TokenizeTextRequest, model: ServedModel) -> Json:
     return _tokens(token_ids, model, with_texts=body.return_token_strs)
 
 
-def _tokenized_chat(body: TokenizeChatRequest, model: ServedModel) -> Json:
-    return _tokens(chat_prompt(body, model), model, with_texts=body.return_token_strs)
+def _tokenized_chat(body: TokenizeChatRequest, model: ServedModel, limits: RequestLimits) -> Json:
+    return _tokens(chat_prompt(body, model, limits), model, with_texts=body.return_token_strs)
 
 
 def _tokens(token_ids: tuple[int, ...], model: ServedModel, *, with_texts: bool) -> Json:
@@ -107,5 +110,5 @@ def _detokenized(body: DetokenizeRequest, model: ServedModel) -> Json:
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def _counted(body: CountTokensRequest, model: ServedModel) -> Json:
-    return {"input_tokens": len(chat_prompt(body.as_chat(), model))}
+def _counted(body: CountTokensRequest, model: ServedModel, limits: RequestLimits) -> Json:
+    return {"input_tokens": len(chat_prompt(body.as_chat(), model, limits))}

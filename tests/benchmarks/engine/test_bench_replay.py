@@ -30,9 +30,9 @@ from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
 from benchmarks.engine.replay import Found, main, reenact
 from tests.engine.test_combinations import STRATEGIES, workload
-from tests.engine.test_in_flight import LateRunner, OverlappedMachine
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner
+from tests.engine.test_steps_in_flight import LateRunner, OverlappedMachine
 from tests.kit.engine import (
     EOS,
     POLICIES,

@@ -13,7 +13,7 @@ from benchmarks.engine.run import Run, Timeline
 from benchmarks.engine.service_figures import Served, Step, StepTrace, jain, jain_over_tenants, service_figures
 from benchmarks.harness.timeline import Slo
 from benchmarks.harness.workload import TimedRequest, Workload
-from tests.engine.test_in_flight import LateRunner
+from tests.engine.test_steps_in_flight import LateRunner
 from tests.kit.engine import FakeClock, TimedRunner, build_fake_engine, make_request
 
 STEP_S = 0.01  # of these runners

@@ -17,8 +17,8 @@ from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.speculation.prompt_lookup import PromptLookup, SequenceDrafts
 from tests.engine.speculation.test_draft_model import MatchedDraftRunner, model_drafter
 from tests.engine.test_combinations import STRATEGIES, workload
-from tests.engine.test_in_flight import LateRunner, LateStep
 from tests.engine.test_matcher import LateMatchedRunner
+from tests.engine.test_steps_in_flight import LateRunner, LateStep
 from tests.kit.engine import (
     POLICIES,
     CountingRunner,

@@ -24,8 +24,8 @@ from app.engine.trace.entries import (
     to_line,
 )
 from app.engine.trace.recorder import StepRecorder
-from tests.engine.test_in_flight import LateRunner
 from tests.engine.test_invariants import FailingOnDemand
+from tests.engine.test_steps_in_flight import LateRunner
 from tests.kit.engine import (
     FakeClock,
     build_fake_engine,

@@ -12,8 +12,8 @@ from app.engine.observer import StepObserver
 from app.engine.snapshot import EngineSnapshot, SlotUse
 from app.engine.trace import viewer
 from app.errors import EngineStopped
-from tests.engine.test_in_flight import LateRunner
 from tests.engine.test_invariants import FailingOnDemand
+from tests.engine.test_steps_in_flight import LateRunner
 from tests.kit.engine import FakeClock, TimedRunner, async_engine, build_fake_engine, make_request, run_to_end
 
 

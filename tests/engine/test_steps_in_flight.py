@@ -19,6 +19,7 @@ from app.errors import DeadlineMissed
 from tests.engine.test_invariants import EngineMachine, FailingOnDemand
 from tests.kit.engine import (
     POOLINGS_OF_DECODERS,
+    BrokenPromise,
     FakeClock,
     Outcome,
     build_fake_engine,
@@ -46,6 +47,7 @@ class LateRunner(FailingOnDemand):
         self._launched: deque[LateStep] = deque()
         self._drawn: list[int] = []  # by the step before
         self._has_failed = False
+        self._behind_failure: list[LateStep] = []  # launched before a failure came to light; the engine discards them
         self.num_prepared = 0
 
     def prepare(self) -> None:
@@ -72,8 +74,11 @@ class LateRunner(FailingOnDemand):
             if step.fails:
                 raise RuntimeError("asked to fail later")
             result = self.run(known)
-        except RuntimeError:
+        except (RuntimeError, BrokenPromise) as error:
             self._drawn, self._has_failed = [2] * len(known.sampled), True
+            if isinstance(error, BrokenPromise) and step in self._behind_failure:
+                raise RuntimeError("the step before has not written what this one reads") from error
+            self._behind_failure = list(self._launched)
             raise
         self._drawn = result.token_ids
         return result
