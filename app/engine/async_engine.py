@@ -21,9 +21,9 @@ from msgspec import structs
 from app.config import SchedulerConfig
 from app.engine.adapter_store import HeldAdapter
 from app.engine.batch import DeviceLost
-from app.engine.block_pool import Prefix
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
+from app.engine.prefix import Prefix
 from app.engine.request import Adapter, Address, FinishReason, ModelInfo, Queued, Request, TokenDelta
 from app.engine.sleep_controller import SleepController
 from app.engine.snapshot import EngineSnapshot

@@ -13,84 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from app.config import SchedulerConfig
+from app.engine.prefix import Block, Prefix
 from app.engine.request import ModelInfo
-from app.engine.state_pool import Snapshot, StatePool
-
-
-def root_digest(salt: str) -> int:
-    """Return the digest of the empty prefix. All processes compute the same digest, unlike the hash of a string."""
-    return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-def digests_of(token_ids: Sequence[int], *, salt: str, block_size: int) -> list[int]:
-    """Return the `Prefix.digest` of each prefix that ends at a full block."""
-    digests, digest = [], root_digest(salt)
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        digest = hash((digest, tuple(token_ids[start : start + block_size])))
-        digests.append(digest)
-    return digests
-
-
-@dataclass(slots=True, eq=False)
-class Prefix:
-    """A sequence's tokens from the start to the end of a full block.
-
-    Every `Prefix` object is unique, even if an earlier one had equal tokens. While `block.prefix is prefix`, the block
-    has not been handed out again.
-    """
-
-    parent: Prefix | str  # the prefix without the last block; for the first block, the caller's salt
-    token_ids: tuple[int, ...]  # the tokens of the last block
-    block: Block  # the block that held the last tokens when this prefix was cached
-    tenant: str = ""  # the tenant of the request that computed the prefix first
-    name: bytes = b""  # the name in other processes, set when first needed; see `block_store`
-    last_used_minute: int = 0  # the minute, since 1970, in which the store last recorded a use of this prefix
-    snapshot: Snapshot | None = None  # the states after the prefix, for a model with recurrent layers; see `StatePool`
-
-    num_blocks: int = field(init=False)  # blocks from the start
-    # A 64-bit digest of the salt and all tokens, equal in every process. Digests of two prefixes may collide.
-    digest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.parent, Prefix):
-            num_before, digest_before = self.parent.num_blocks, self.parent.digest
-        else:
-            num_before, digest_before = 0, root_digest(self.parent)
-        self.num_blocks = num_before + 1
-        self.digest = hash((digest_before, self.token_ids))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens from the start."""
-        return self.num_blocks * len(self.token_ids)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the block still holds this prefix. Any thread may call."""
-        return self.block.prefix is self
-
-    @property
-    def key(self) -> tuple[Prefix | str, tuple[int, ...]]:
-        """The key of this prefix in the pool's cache."""
-        return self.parent, self.token_ids
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A fixed number of token slots.
-
-    While the content can be found and shared, a block of the first group has `prefix`, and a block of a window group
-    has `window_of`: the prefix whose last tokens the block holds, and the group.
-    """
-
-    block_id: int
-    num_owners: int = 0
-    prefix: Prefix | None = None
-    window_of: tuple[Prefix, int] | None = None
+from app.engine.state_pool import StatePool
 
 
 class BlockPool:
@@ -282,10 +209,11 @@ class BlockPool:
         states = self.states
         if states is None:
             return cached
-        number = len(cached)
-        while number and not _is_resumable(cached[number - 1]):
-            number -= 1
-        return cached[:number] if number and states.has_room(cached[number - 1].prefix) else []
+        for number in range(len(cached), 0, -1):
+            prefix = cached[number - 1].prefix
+            if prefix is not None and prefix.snapshot is not None:
+                return cached[:number] if states.has_room(prefix) else []
+        return []
 
     # ------------------------------------------------------------------ owners
 
@@ -362,10 +290,6 @@ class BlockPool:
             elif self._note_held is not None:
                 self._note_held(block.prefix, False)
         block.prefix = block.window_of = None
-
-
-def _is_resumable(block: Block) -> bool:
-    return block.prefix is not None and block.prefix.snapshot is not None
 
 
 class NoBlocks(BlockPool):

@@ -7,9 +7,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
-from app.engine.block_pool import Block, Prefix
+from app.engine.prefix import Block, Prefix, label_of_snapshot
 from app.engine.request import Address, Request
-from app.engine.state_pool import label_of_snapshot
 from app.engine.stats import StoreStats
 
 # Returns the prefixes of these tokens with this salt that are in KV memory. Any thread may call.

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import EMPTY_BATCH, StepBatch, StepLimits, StepResult, kept_tokens
-from app.engine.block_pool import Prefix
 from app.engine.in_flight import InFlight
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, run_or_error
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import EndedStep, StepObserver
+from app.engine.prefix import Prefix
 from app.engine.request import Address, ModelInfo, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
@@ -329,7 +329,7 @@ class Engine:
 
     def limit(self, limits: StepLimits) -> None:
         """Replace the step limits from the next step on, until `reconfigure`. No limit may exceed the settings."""
-        self._scheduler.limit(limits)
+        self._scheduler.limits = limits
         for observer in self._observers:
             observer.limited(limits)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from app.engine.block_pool import Block, BlockPool, Prefix
+from app.engine.block_pool import BlockPool
 from app.engine.block_store import BlockStore, Fetch, name_after, name_of, root_name
+from app.engine.prefix import Block, Prefix
 from app.engine.request import Address
 from app.engine.sequence import EngineSequence, SequenceStatus
 from app.engine.stats import StoreStats

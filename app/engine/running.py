@@ -8,8 +8,9 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from app.engine.block_pool import Block, BlockPool, Prefix
+from app.engine.block_pool import BlockPool
 from app.engine.policies import OrderKey
+from app.engine.prefix import Block, Prefix
 from app.engine.request import Pooling
 from app.engine.sequence import EngineSequence, SequenceStatus, Windows
 from app.engine.state_pool import SLOTS_OF_SEQUENCE, StatePath

@@ -21,12 +21,13 @@ from app.engine.batch import (
     WaitReason,
     with_history,
 )
-from app.engine.block_pool import Block, BlockPool
+from app.engine.block_pool import BlockPool
 from app.engine.block_store import BlockStore
 from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.fetches import PrefixFetches
 from app.engine.matcher import Matcher
 from app.engine.policies import make_policy
+from app.engine.prefix import Block
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
@@ -68,7 +69,7 @@ class Scheduler:
         Without a drafter nothing is speculated. Without a store, blocks exist only in the pool.
         """
         self.config = config  # contains the configured limits
-        self.limits = StepLimits.of(config)  # the limits in force
+        self.limits = StepLimits.of(config)  # the limits in force; lower limits preempt no running sequence
         self._settings = config.version
         self.pool = pool
         self._strategy = make_strategy(config.strategy)
@@ -500,10 +501,6 @@ class Scheduler:
                 self._wait(sequence)
         while len(self._running) > config.max_running:
             self._preempt(self._running.last)
-
-    def limit(self, limits: StepLimits) -> None:
-        """Use other limits from the next step on, until `reconfigure`. Lower limits preempt no running sequence."""
-        self.limits = limits
 
     def stats(self) -> EngineStats:
         has_slot = not len(self._waiting) and len(self._running) < self.limits.max_running

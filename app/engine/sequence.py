@@ -8,9 +8,9 @@ from enum import Enum, auto
 from itertools import repeat
 
 from app.engine.adapter_store import HeldAdapter
-from app.engine.block_pool import Block, Prefix
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
+from app.engine.prefix import Block, Prefix
 from app.engine.request import Request
 from app.engine.speculation.prompt_lookup import SequenceDrafts
 from app.engine.state_pool import SequenceStates

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from app.engine.block_pool import Prefix
+from app.engine.prefix import Prefix, Snapshot
 
 NO_STATE = -1  # stands for the zero state before the first token
 SLOTS_OF_SEQUENCE = 2
@@ -30,35 +28,6 @@ class StatePath:
 
     read: int  # slot with the state before the first token, or NO_STATE
     writes: tuple[tuple[int, int], ...]
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """The states of all recurrent layers after a prefix, in a slot that is not written while the snapshot is held.
-
-    Every `Snapshot` object is unique. While `prefix.snapshot is snapshot`, the slot has not been reused.
-    """
-
-    prefix: Prefix
-    slot: int
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the slot still contains this snapshot. Any thread may ask."""
-        return self.prefix.snapshot is self
-
-    @property
-    def label(self) -> tuple[int, ...]:
-        """See `label_of_snapshot`."""
-        return label_of_snapshot(self.prefix.num_tokens, self.prefix.token_ids)
-
-
-def label_of_snapshot(num_tokens: int, last_block: Sequence[int]) -> tuple[int, ...]:
-    """Return the label of a snapshot stored outside the slots: its number of tokens, then the last block's token ids.
-
-    A state does not show how many tokens it covers, so the label is compared whenever a snapshot is read.
-    """
-    return num_tokens, *last_block
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from threading import Lock
 
-from app.engine.block_pool import Prefix
+from app.engine.prefix import Prefix
 from app.engine.request import Address
 from app.fleet.dispatch import PrefixChanges, is_indexed
 

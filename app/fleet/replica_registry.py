@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from app.engine.block_pool import digests_of
+from app.engine.prefix import digests_of
 from app.engine.request import Address, PrefixSource, Request
 from app.errors import Overloaded, Unavailable
 from app.fair import RetryTimes

@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.engine.block_pool import Prefix
 from app.engine.block_store import Find
+from app.engine.prefix import Prefix, Snapshot, label_of_snapshot
 from app.engine.request import Address
-from app.engine.state_pool import Snapshot, label_of_snapshot
 from app.errors import described
 from app.kv_tiers.folder import HEADER, header_of
 

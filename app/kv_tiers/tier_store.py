@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 from app.child_process import lower_priority
 from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
-from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch, Find, name_of, name_of_snapshot
 from app.engine.model_runner import BlockCopies, BlockMemory
+from app.engine.prefix import Prefix, Snapshot
 from app.engine.request import Address, Request
-from app.engine.state_pool import Snapshot
 from app.engine.stats import StoreStats
 from app.errors import InvalidSetup, traceback_of
 from app.kv_tiers.folder import BlockFolder

@@ -11,11 +11,11 @@ from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig, TargetsConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import ScheduledSequence
-from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch
 from app.engine.engine import StepError
 from app.engine.matcher import Matchers
 from app.engine.model_runner import ModelRunner
+from app.engine.prefix import Prefix
 from app.engine.request import ModelInfo, Request
 from app.engine.state_pool import NO_STATE, StatePath
 from app.engine.stats import StoreStats

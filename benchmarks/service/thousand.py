@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.block_pool import digests_of
+from app.engine.prefix import digests_of
 from app.engine.request import Request, SamplingParams
 from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, PrefixChanges, ReplicaReport, make_policy

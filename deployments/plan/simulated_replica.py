@@ -12,11 +12,11 @@ from typing import Any
 from app.build import assemble
 from app.config import CacheConfig, ReplicasConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
-from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
+from app.engine.prefix import Prefix
 from app.engine.request import Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import EngineSequence

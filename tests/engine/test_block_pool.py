@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from app.engine.block_pool import Block, BlockPool, NoBlocks, Prefix, digests_of
+from app.engine.block_pool import BlockPool, NoBlocks
+from app.engine.prefix import Block, Prefix, digests_of
 
 
 def pool(num_blocks: int = 4) -> BlockPool:

@@ -14,9 +14,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from app.config import SchedulerConfig
 from app.engine.batch import StepBatch, StepLimits, StepResult
-from app.engine.block_pool import Prefix
 from app.engine.engine import StepError
 from app.engine.observer import StepObserver
+from app.engine.prefix import Prefix
 from app.engine.request import FinishReason, Request
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.state_pool import NO_STATE

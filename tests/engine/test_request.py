@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from app.engine.block_pool import root_digest
 from app.engine.block_store import root_name
+from app.engine.prefix import root_digest
 from app.engine.request import Adapter
 from tests.kit.engine import make_request
 

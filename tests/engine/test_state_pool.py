@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.block_pool import BlockPool, Prefix
+from app.engine.block_pool import BlockPool
+from app.engine.prefix import Prefix
 from app.engine.state_pool import NO_STATE, StatePool
 from tests.kit.engine import build_fake_engine, expected_tokens, make_request, run_to_end
 

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from msgspec import structs
 
-from app.engine.block_pool import Prefix, digests_of
+from app.engine.prefix import Prefix, digests_of
 from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import SleepState

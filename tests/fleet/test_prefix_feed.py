@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from app.engine.block_pool import digests_of
+from app.engine.prefix import digests_of
 from app.fleet.dispatch import PrefixIndex, is_indexed
 from app.fleet.prefix_feed import PrefixFeed, PrefixReader
 from tests.kit.engine import CountingRunner, build_fake_engine, make_request
@@ -99,7 +99,7 @@ def test_of_long_prefixes_some_are_told() -> None:
 
 
 def test_digests_are_the_same_in_every_process() -> None:
-    code = "from app.engine.block_pool import digests_of; print(digests_of([1, 2, 3, 4], salt='salt', block_size=2)[1])"
+    code = "from app.engine.prefix import digests_of; print(digests_of([1, 2, 3, 4], salt='salt', block_size=2)[1])"
     for seed in "12":
         environment = os.environ | {"PYTHONHASHSEED": seed}
         printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.engine.block_pool import BlockPool, Prefix, digests_of
+from app.engine.block_pool import BlockPool
+from app.engine.prefix import Prefix, digests_of
 from app.engine.request import Adapter, Address, PrefixSource, Request
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry

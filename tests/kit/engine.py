@@ -21,12 +21,12 @@ from app.config import CacheConfig, SchedulerConfig, names_of
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
-from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch, name_of
 from app.engine.engine import Engine
 from app.engine.matcher import Matcher, Matchers, with_tokens
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
+from app.engine.prefix import Prefix
 from app.engine.request import (
     FILTERS,
     Adapter,

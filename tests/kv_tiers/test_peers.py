@@ -17,10 +17,9 @@ import pytest
 
 from app.build import build_sync_engine
 from app.config import ReplicasConfig
-from app.engine.block_pool import Prefix
 from app.engine.engine import Engine
+from app.engine.prefix import Prefix, label_of_snapshot
 from app.engine.request import Address, PrefixSource
-from app.engine.state_pool import label_of_snapshot
 from app.kv_tiers.folder import header_of
 from app.kv_tiers.peers import MAX_SENT_AT_ONCE, MAX_WANTED_BYTES, BlocksOfPeer, Buffers, PeerServer, Wanted
 from app.kv_tiers.tier_store import TierStore

@@ -15,9 +15,10 @@ import torch
 
 from app.build import build_sync_engine
 from app.config import TierConfig
-from app.engine.block_pool import Block, BlockPool, Prefix
+from app.engine.block_pool import BlockPool
 from app.engine.block_store import Fetch, name_of, name_of_snapshot
 from app.engine.engine import Engine
+from app.engine.prefix import Block, Prefix
 from app.engine.request import Request
 from app.engine.state_pool import StatePool
 from app.errors import InvalidSetup

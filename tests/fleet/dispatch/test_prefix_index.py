@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.block_pool import digests_of
+from app.engine.prefix import digests_of
 from app.fleet.dispatch import PrefixChanges, PrefixIndex, is_indexed
 
 BLOCK = 4
