@@ -57,6 +57,7 @@ TASKS = (
     "Write a dialogue of two people about {}.",
 )  # fmt: skip
 RUNNING = 32
+_KV_GIB = 0.5
 KINDS = [*(kind for kind, bits in BITS.items() if bits), "fp8"]
 
 
@@ -134,7 +135,7 @@ def _same(texts: Sequence[Sequence[tuple[TokenLogprobs, ...]]]) -> float:
 
 
 def _engine(model: ModelConfig, kv: KvType = "auto") -> Engine:
-    cache = CacheConfig(memory_gib=0.5, dtype=kv)
+    cache = CacheConfig(memory_gib=_KV_GIB, dtype=kv)
     return build_sync_engine(EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(max_running=RUNNING)))
 
 
@@ -152,7 +153,7 @@ def _engine_in_fp8(model: ModelConfig, kv: KvType) -> Engine:
             for name, child in [*parent.named_children()]:
                 if isinstance(child, nn.Linear):
                     setattr(parent, name, Fp8Linear(child))
-    num_blocks = num_blocks_that_fit(CacheConfig(memory_gib=0.5), loaded.layers, dtype=loaded.dtype)
+    num_blocks = num_blocks_that_fit(CacheConfig(memory_gib=_KV_GIB), loaded.layers, dtype=loaded.dtype)
     cache = (RoundedKVCache if kv == "fp8" else KVCache)(
         loaded.layers,
         num_blocks=num_blocks,

@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 import app.model.implementations.gpu
 from app.config import EngineConfig
@@ -89,7 +88,12 @@ class WorkAgain:
 
 
 def plain_varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
-    """Stand in for torch's function, as documented. Checks the arguments that the function would check."""
+    """Stand in for torch's function, as documented. Checks the arguments that the function would check.
+
+    The function is imported here because its import takes seconds.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
     call = signature(varlen_attn).bind(*given, **named).arguments
     query, key, value = call["query"], call["key"], call["value"]
     assert all(each.is_contiguous() for each in (key, value))

@@ -11,6 +11,12 @@ from tests.benchmarks.conftest import Figures
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
 
+@pytest.fixture(autouse=True)
+def _small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the KV memory for 200 long texts, a machine would provide every page for each of the engines."""
+    monkeypatch.setattr(quality, "_KV_GIB", 0.1)
+
+
 def test_the_bundled_model_keeps_its_answers(figures: Figures) -> None:
     options = ("--texts", "12", "--tokens", "16", "--dtype", "fp32", "--kv", "fp8")
     found = figures(quality.main, "--model", "models/demo", "--quantization", *quality.KINDS, *options)

@@ -21,7 +21,18 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 from app.config import ApplicationConfig
 from app.model.cuda.attention import TritonStep
 from app.model.gpu_backends import BACKENDS, EAGER, GRAPHS, LIBRARY, TRITON
-from benchmarks.gpu import attention, contact, engine, faults, kernel_tests, kernels, profiled, round_trip, sampler
+from benchmarks.gpu import (
+    attention,
+    contact,
+    engine,
+    faults,
+    kernel_tests,
+    kernels,
+    profiled,
+    round_trip,
+    sampler,
+    sharing,
+)
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.children import Child
 from benchmarks.gpu.graphs import standing_in
@@ -29,6 +40,7 @@ from benchmarks.gpu.models import LAYERS, engine_config, made_model, prepared_ru
 from benchmarks.gpu.results import STAGES
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
+from tests.benchmarks.gpu.quick_half import serve_half
 
 # Of those that are measured in the same way.
 DRAWS = ("greedy", sampler.GRAMMAR, sampler.PENALTIES, "20 log-probabilities")
@@ -135,6 +147,7 @@ def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench, monkeyp
     # What is measured more than once is measured for one case and another.
     monkeypatch.setattr(sampler, "DRAWS", {name: sampler.DRAWS[name] for name in DRAWS})
     monkeypatch.setattr(engine, "VARIANTS", {name: engine.VARIANTS[name] for name in VARIANTS})
+    monkeypatch.setattr(sharing, "_serve_half", serve_half)
     bench.stage = stage.name
     with standing_in():
         import_module(stage.module).measure(bench)
