@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ def quicken_interpreter(patch: pytest.MonkeyPatch) -> None:
     _leave_arguments(interpreter, patch)
     _know_types(interpreter, patch)
     _compute_plainly(interpreter, patch)
+    _know_operators(interpreter, patch)
     _launch_one_at_a_time(interpreter, patch)
 
 
@@ -134,3 +136,82 @@ def _compute_plainly(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.interpreter_builder, "options", options)
     patch.setattr(interpreter.InterpreterBuilder, "create_broadcast", broadcast)
     patch.setattr(interpreter, "_convert_float", converted)
+
+
+_INTEGERS = ("int32", "int64")
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
+}  # fmt: skip
+_REVERSED = ("add", "sub", "mul")  # also with a number on the left
+
+
+def _know_operators(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """The type and the shape of a result follow from the types and the shapes of the operands: an operator of the
+    language finds both once, and computes in numpy after this. Other pairs of types are converted each time."""
+    tensor = interpreter.tl.core.tensor
+    for name, compute in _OPERATORS.items():
+        patch.setattr(tensor, f"__{name}__", _known(interpreter, getattr(tensor, f"__{name}__"), name, compute))
+    for name in _REVERSED:
+        reverse = _known(interpreter, getattr(tensor, f"__r{name}__"), name, _turned(_OPERATORS[name]))
+        patch.setattr(tensor, f"__r{name}__", reverse)
+
+
+def _turned(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda one, other: compute(other, one)
+
+
+def _known(
+    interpreter: Any, operator: Callable[[Any, Any], Any], name: str, compute: Callable[[Any, Any], Any]
+) -> Callable[..., Any]:
+    """The operator with results of known types. Its `plainly` is the operator of the language."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+    tensor, constant = core.tensor, core.constexpr
+    known: dict[tuple[str, Any], Any] = {}
+    made = tensor.__new__
+
+    def find(one: Any, other: Any, key: tuple[str, Any]) -> Any:
+        result, scalar = operator(one, other), one.type.scalar
+        if scalar.is_ptr() and name == "add" and type(other) is tensor and other.dtype.name in _INTEGERS:
+            width = max(1, one.handle.get_element_ty().primitive_bitwidth // 8)
+            known[key] = (lambda data, offset: data + width * offset.astype(np.uint64), result)
+        elif _may_be_left_to_numpy(scalar.name, other.dtype.name if type(other) is tensor else other, name):
+            known[key] = (compute, result)
+        return result
+
+    def call(one: Any, other: Any, _semantic: object = None) -> Any:
+        kind = type(other)
+        if kind is constant:
+            other = other.value
+            kind = type(other)
+        if kind is tensor:
+            key, data = (one.type.name, other.type.name), other.handle.data
+        elif (kind is int and -(2**31) <= other < 2**31) or (kind is float and _is_of_32_bits(other)):
+            key, data = (one.type.name, kind), other
+        else:
+            return operator(one, other)
+        found = known.get(key)
+        if found is None:
+            return find(one, other, key)
+        function, like = found
+        result = made(tensor)
+        result.handle = handle(function(one.handle.data, data), like.handle.dtype)
+        result.type, result.dtype, result.numel, result.shape = like.type, like.dtype, like.numel, like.shape
+        return result
+
+    call.plainly = operator  # type: ignore[attr-defined]
+    return call
+
+
+def _is_of_32_bits(number: float) -> bool:
+    """Whether Triton takes it for a number of that many bits."""
+    return number == 0 or 1e-37 < abs(number) < 1e38 or math.isinf(number)
+
+
+def _may_be_left_to_numpy(one: str, other: Any, operator: str) -> bool:
+    """Whether numpy converts operands of these types, or a number, as Triton does."""
+    if operator in ("and", "or"):
+        return one == other == "int1"
+    if one in _INTEGERS:
+        return other in _INTEGERS or type(other) is int
+    return one == "fp32" and (other == "fp32" or type(other) in (int, float))
