@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -133,6 +134,14 @@ LEFT: dict[str, tuple[dict[str, Any], Tables]] = {
 
 
 @pytest.fixture
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own begin with what is imported already, by a server that imports it once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([sharing.__name__, serve_half.__module__])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _method: context)
+
+
+@pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     earlier = {"engine": {"output_tokens_per_s": 10.0}}
     return Bench(out=tmp_path, file=tmp_path / "figures.json", stands_in=True, earlier=earlier)
@@ -143,6 +152,7 @@ def bench(tmp_path: Path) -> Bench:
     [each for each in STAGES if each.name not in ("contact", "faults", "service")],
     ids=lambda stage: stage.name,
 )
+@pytest.mark.usefixtures("quick_starts")
 def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is measured more than once is measured for one case and another.
     monkeypatch.setattr(sampler, "DRAWS", {name: sampler.DRAWS[name] for name in DRAWS})
