@@ -46,9 +46,14 @@ NOT_LIVE = tuple(
 )  # fmt: skip
 
 
+ON_A_REAL_MODEL = ("tests/benchmarks/engine/test_bench_quality.py", "tests/test_smollm2.py")  # made once for both
+
+
 def _piece_of_work(nodeid: str) -> str:
     """What one of several processes takes: all files with live tests, which share a cluster, or a file."""
     file = nodeid.partition("::")[0]
+    if file in ON_A_REAL_MODEL:
+        return "real model"
     has_live = file.startswith("tests/deployments/") and not file.startswith(NOT_LIVE)
     return "live" if has_live or file == "tests/test_wheel.py" else file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.model.architectures import computed_by
 
@@ -105,20 +107,21 @@ def _configs() -> dict[str, PreTrainedConfig]:
     }  # fmt: skip
 
 
-ALL = tuple(_configs())
+_CONFIGS = _configs()
+ALL = tuple(_CONFIGS)
 ARCHITECTURES = tuple(name for name in ALL if name != "qwen2_moe")  # that one is only for the decoder for CUDA
 # Those that the C++ decoder computes.
 NATIVE = tuple(
     name
-    for name, config in _configs().items()
-    if AutoModelForCausalLM._model_mapping[type(config)].__name__ in computed_by("cpu")
+    for name, config in _CONFIGS.items()
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] in computed_by("cpu")
 )
 
 
 def build_tiny_model(architecture: str, **changes: object) -> PreTrainedModel:
     """changes: of the configuration."""
     torch.manual_seed(ALL.index(architecture))
-    config = _configs()[architecture]
+    config = deepcopy(_CONFIGS[architecture])
     for name, value in changes.items():
         setattr(config, name, value)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
