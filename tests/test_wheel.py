@@ -80,6 +80,8 @@ class Guarded:
     url: str
     keys_file: Path
     key: str
+    silent: socket.socket  # a connection that sends nothing
+    slow: socket.socket  # a connection that sends only a part of a request's head
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,12 @@ def guarded(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     process = start(config, folder, python=environment / "python", at=folder, files=(512, 1024))
     try:
         output = output_until(process, "Stop with Ctrl-C.")
-        yield Guarded(process, output, f"http://127.0.0.1:{config['http_options']['port']}", keys_file, key)
+        port = config["http_options"]["port"]
+        # The service ends these connections after ten seconds. Other tests run in this time.
+        silent, slow = (socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(2))
+        with silent, slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-More: ")
+            yield Guarded(process, output, f"http://127.0.0.1:{port}", keys_file, key, silent, slow)
     finally:
         stop(process)
 
@@ -140,13 +147,10 @@ def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Gu
 
 def test_a_service_with_few_files_says_how_many_connections_it_can_have_and_ends_silent_ones(guarded: Guarded) -> None:
     assert "Warning: a process may open 1,024 files here, which is enough for 307 connections at once" in guarded.output
-    address = httpx.URL(guarded.url)
-    silent, slow = (socket.create_connection((address.host, address.port or 80), PATIENCE_S) for _ in range(2))
-    with silent, slow:
-        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-More: ")
-        for connection in (silent, slow):
-            said = connection.makefile("rb").read()  # to its end
-            assert said.startswith(b"HTTP/1.1 408 "), said
+    for connection in (guarded.silent, guarded.slow):
+        with connection.makefile("rb") as answer:
+            said = answer.read()  # to its end
+        assert said.startswith(b"HTTP/1.1 408 "), said
 
 
 def test_nothing_of_a_service_for_this_machine_listens_elsewhere(guarded: Guarded) -> None:

@@ -79,7 +79,10 @@ def test_errors_are_counted_by_what_they_were(common: list[str], figures: Figure
     assert found["refusal_p50_ms"] > 0
 
 
-def test_a_sweep_has_a_row_for_each_factor(demo_path: Path, common: list[str], figures: Figures) -> None:
+def test_a_sweep_has_a_row_for_each_factor(
+    demo_path: Path, common: list[str], figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online, "_PAUSE_S", 0.1)  # all requests of the first run have ended by then
     with simulated_service(demo_path, step_ms=20, max_running=2, max_waiting=2) as url:
         sweep = ["--sweep", "0.5,8", "--capacity", "14", "--duration", "0.7"]
         slow, fast = figures(online.main, "--base-url", url, *common, *sweep)["rows"]
