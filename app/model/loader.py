@@ -45,7 +45,7 @@ from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
 from app.model.memory import is_out_of_memory, loading_weights, refusing_to_run_short, state_bytes
 from app.model.parallel.group import RankGroup
-from app.model.runner import TorchModelRunner
+from app.model.runner import LeadingRunner
 from app.model.source import ModelSource, module_without_weights, refusing_what_fails
 from app.progress import report_step
 
@@ -63,7 +63,7 @@ class LoadedRunner:
 
     config: EngineConfig  # on a GPU, with the settings of the backend that was chosen
     model: LoadedModel
-    runner: TorchModelRunner | GraphModelRunner
+    runner: LeadingRunner
     num_blocks: int  # blocks of KV memory
     draft: LoadedRunner | None = None  # the draft model, with the same number of blocks
 

@@ -27,9 +27,8 @@ from app.model.weights_digest import folder_of_weights
 
 if TYPE_CHECKING:
     from app.model.attention import PagedAttention
-    from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.forward import DeviceForward
-    from app.model.runner import TorchModelRunner
+    from app.model.runner import LeadingRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,7 @@ class LoadedModel(ABC):
         """Return the bytes that the model needs beside KV memory. largest: the batch that needs the most memory."""
 
     @abstractmethod
-    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
+    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> LeadingRunner:
         """Allocate KV memory of `num_blocks` blocks and return a runner. num_threads: threads of native code.
 
         Raises InvalidSetup if the runner cannot honour `model.batch_invariant` or store KV memory in `cache.dtype`.
