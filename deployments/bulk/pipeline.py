@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +51,8 @@ def prepared_items(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    pieces = ray.data.from_items([{"piece": piece} for piece in open_pieces], override_num_blocks=len(open_pieces))
+    rows = [{"piece": pickle.dumps(piece)} for piece in open_pieces]  # Arrow warns about objects
+    pieces = ray.data.from_items(rows, override_num_blocks=len(rows))
     prepared = pieces.map_batches(
         ItemPreparer,
         fn_constructor_args=(how, ended.to_bytes()),
@@ -59,7 +61,7 @@ def prepared_items(
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
         num_cpus=0,  # reserves nothing: engines that fill the cluster would otherwise block their own input
     )
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray Data raises its errors here as well
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray Data also raises its errors here
     for batch in prepared.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
         yield list(batch["prepared"])
 
@@ -85,7 +87,7 @@ class ItemPreparer:
             return
         items_in_a_piece = 128
         for piece in batch["piece"]:
-            rows = (row for row in read_piece(piece) if row.number not in self._ended)
+            rows = (row for row in read_piece(pickle.loads(piece)) if row.number not in self._ended)
             while some := [item_of(row, self._how.rows, BULK_URLS) for row in islice(rows, items_in_a_piece)]:
                 prepared = asyncio.run(_prepared(some, handler))
                 column = numpy.empty(len(prepared), dtype=object)
