@@ -153,9 +153,8 @@ def build_sync_engine(
 
 
 def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: bool) -> Engine:
-    from app.model.description import sentence_settings
+    from app.model.description import is_encoder, sentence_settings
     from app.model.device import device_of
-    from app.model.implementations.encoder import is_encoder
     from app.model.loader import load_runner
 
     location = resolve_model_path(config.model.path)

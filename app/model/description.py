@@ -22,6 +22,7 @@ _POOLING_MODES = {  # as named in both config formats of sentence-transformers
     "pooling_mode_cls": Pooling.CLS,
     "pooling_mode_mean": Pooling.MEAN,
 }
+CLASSIFIER = "ForSequenceClassification"  # the end of the names of cross-encoders and classifiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,18 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
     limit = next((text[name] for name in length_names if text.get(name) is not None), None)
     model_info = ModelInfo(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
     return ModelDescription(model_info, usable)
+
+
+def is_encoder(config: ModelConfig, location: str) -> bool:
+    """Return whether the architecture named in config.json is an encoder, which embeds or scores but generates no text.
+
+    Raises InvalidSetup if the model has no config.json.
+    """
+    named = read_config(config, location).get("architectures") or [""]
+    # Names end in "Model" if the model has no head, and in "ForMaskedLM" if embeddings do not need its head.
+    encoders = ("Model", "ForMaskedLM")
+    generates = "LMHeadModel"  # GPT-2's name ends in this; it also ends in "Model", but its head generates text
+    return str(named[0]).endswith((CLASSIFIER, *encoders)) and not str(named[0]).endswith(generates)
 
 
 def read_config(config: ModelConfig, location: str) -> dict[str, Any]:

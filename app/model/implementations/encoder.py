@@ -15,7 +15,7 @@ from app.engine.batch import ScheduledSequence
 from app.engine.request import ModelInfo, Pooling, SamplingParams
 from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import UnknownAttention
-from app.model.description import max_model_len, read_config, sentence_settings
+from app.model.description import CLASSIFIER, max_model_len, sentence_settings
 from app.model.device import device_of, dtype_of
 from app.model.encoder import (
     PACKED_ATTENTION_NAME,
@@ -35,8 +35,6 @@ from app.model.verification import difference_above
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CLASSIFIER = "ForSequenceClassification"
-
 
 def _unchanged(logits: torch.Tensor) -> torch.Tensor:
     return logits
@@ -47,18 +45,6 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {_SIGMOID: torch.sigmoid, "torch.nn.modules.linear.Identity": _unchanged}
 )
 _MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the size of the expected states
-
-
-def is_encoder(config: ModelConfig, location: str) -> bool:
-    """Return whether the architecture named in config.json is an encoder, which embeds or scores but generates no text.
-
-    Raises InvalidSetup if the model has no config.json.
-    """
-    named = read_config(config, location).get("architectures") or [""]
-    # Names end in "Model" if the model has no head, and in "ForMaskedLM" if embeddings do not need its head.
-    encoders = ("Model", "ForMaskedLM")
-    generates = "LMHeadModel"  # GPT-2's name ends in this; it also ends in "Model", but its head generates text
-    return str(named[0]).endswith((CLASSIFIER, *encoders)) and not str(named[0]).endswith(generates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -49,6 +50,22 @@ def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> N
     assert options("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
     with pytest.raises(InvalidSetup, match="has the models small, large; choose one with --model"):
         options("--config", config)
+
+
+@pytest.mark.parametrize(
+    ("large", "expected"),
+    [
+        ("engine: {model: {path: models/demoo}}", "models[1].engine.model.path: got 'models/demoo'; there is no such"),
+        ("pooling: cls", "models[1]: pooling of large: got cls"),
+    ],
+)
+def test_mistakes_in_the_files_of_the_configs_model_are_found_before_any_engine_starts(
+    large: str, expected: str, config: Path
+) -> None:
+    config.write_text(CONFIG.replace("engine: {model: {path: models/demo, dtype: bfloat16}}", large))
+    with pytest.raises(InvalidSetup, match=re.escape(expected)):
+        options("--config", config, "--model", "large")
+    assert options("--config", config, "--model", "small").served.name == "small"
 
 
 def test_rows_leave_nothing_in_a_tier_of_the_service(tmp_path: Path) -> None:

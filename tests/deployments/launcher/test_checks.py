@@ -138,6 +138,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a setting of ours": (_set(f"{ENGINE}.modle", {}), "models[0].engine.modle: no such setting; did you mean 'model'"),
     "a number": (_set(f"{ENGINE}.scheduler.max_running", 0), "models[0].engine.scheduler.max_running: got 0; must be"),
     "a choice": (_set(f"{MODEL}.replicas.dispatch", "random"), "models[0].replicas.dispatch: got 'random'; must be"),
+    "a pooling": (_set(f"{MODEL}.pooling", "cls"), "models[0]: pooling of demo: got cls, the first token"),
     "a user config": (
         _set(f"{APP}.deployments", [{"name": "replica-demo", "user_config": {"scheduler": {"max_runnning": 3}}}]),
         "user_config.scheduler.max_runnning: no such setting; did you mean 'max_running'?",
