@@ -278,7 +278,7 @@ async def test_without_a_folder_to_write_to_usage_is_counted_all_the_same(
     (tmp_path / "usage").write_text("in the way")
     exchange = exchange_of(counter, owner, tmp_path)
     await exchange.open_journal()
-    assert "usage is not written to" in caplog.text
+    assert "usage cannot be journaled in" in caplog.text
     counter.add("alice", CALL)
     await exchange.exchange()
     assert owner.total() == CALL.used
