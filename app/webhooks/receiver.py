@@ -26,7 +26,7 @@ def default_receiver(config: WebhooksConfig) -> WebhookReceiver | None:
     """
     if config.url is None:
         return None
-    assert config.secret_file is not None, "url and secret_file go together"
+    assert config.secret_file is not None, "url and secret_file belong together"
     secret = Path(config.secret_file).expanduser().read_text(encoding="ascii").strip()
     return WebhookReceiver(url=config.url, secret=secret)
 
