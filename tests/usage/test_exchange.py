@@ -134,7 +134,7 @@ async def test_an_owner_that_does_not_answer_is_not_asked_for_the_next_file(
         raise AssertionError
 
     monkeypatch.setattr(owner, "report_usage", never)
-    with pytest.raises(Unavailable, match="has not answered"):
+    with pytest.raises(Unavailable, match="did not answer"):
         await exchange_of(UsageCounter(), owner, tmp_path).report_remains()
     assert (len(asked), caplog.text) == (1, "")
 
