@@ -119,7 +119,7 @@ def test_a_folder_whose_catalog_is_gone_is_not_begun_anew(tmp_path: Path) -> Non
     a_used_folder(tmp_path).unlink()
     for _ in range(2):
         with pytest.raises(
-            InvalidSetup, match=r"batches.sqlite3 cannot be used: it is empty, and the folder is not; .*"
+            InvalidSetup, match=r"batches.sqlite3 cannot be used: it is missing or empty, but the folder is not; .*"
         ):
             Catalog(tmp_path)
     assert (tmp_path / "files" / "file-0").exists()

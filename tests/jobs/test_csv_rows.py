@@ -87,7 +87,7 @@ def test_every_byte_goes_by_once() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'a\nb\n"never\nclosed\n', r"t\.csv:3: the row that begins in this line cannot be read: unexpected end"),
+        (b'a\nb\n"never\nclosed\n', r"t\.csv:3: the row that begins on this line cannot be read: unexpected end"),
         (b'a\n"He said "hi" to me"\n', r"t\.csv:2: .*a quote inside it is written twice"),
         (b'a\n"He said \\"hi\\""\n', r"t\.csv:2: .*a quote inside it is written twice"),
         (b"a,b\r1,2\r", r"t\.csv:1: .*a line ends with \\n or \\r\\n"),

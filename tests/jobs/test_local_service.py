@@ -66,7 +66,7 @@ async def test_a_folder_whose_catalog_is_damaged_is_left_as_it_is(tmp_path: Path
     (tmp_path / "batches.sqlite3-journal").unlink(missing_ok=True)
     before = there()
     for _ in range(2):
-        with pytest.raises(InvalidSetup, match=r"batches.sqlite3 cannot be used: .*; nothing was changed: restore"):
+        with pytest.raises(InvalidSetup, match=r"batches.sqlite3 cannot be used: .*; nothing was changed\. Restore"):
             async with service_in(tmp_path, Echo()):
                 pass
         assert there() == before
