@@ -60,8 +60,7 @@ IGNORED: dict[str, str] = {
 def without_removed(given: object, *, within: str = "") -> Any:
     """Return `given` without ignored settings, for which it logs warnings, and without removed settings that are null.
 
-    `within` is the path of `given` in the `args`, such as `models[].engine`. Raises ValueError with a line for each
-    rejected setting.
+    `within` is the path of `given` in the `args`, such as `models[].engine`. Raises ValueError for rejected settings.
     """
     mistakes = [line for path, instead in _below(within, REMOVED) for line in _uses(given, path, instead)]
     if mistakes:
@@ -98,9 +97,9 @@ def _uses(given: object, path: str, instead: str) -> Iterator[str]:
 
 
 def _found(given: object, path: str, place: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield each occurrence of a path: its full path, its branch and its name. Stops at the end of the path's names.
+    """Yield each occurrence of a path: its full path, its branch and its name.
 
-    This bounds the recursion in a config that contains itself.
+    The path bounds the depth of the recursion, because a config may contain itself.
     """
     name, dot, below = path.partition(".")
     name, is_list = name.removesuffix("[]"), name.endswith("[]")

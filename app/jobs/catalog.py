@@ -360,7 +360,7 @@ class Catalog:
 
     def _connect(self) -> sqlite3.Connection:
         # Only one thread at a time uses the connection, but not always the one that created it. `_transaction` begins
-        # all transactions, so the module must not begin any.
+        # all transactions, so `sqlite3` must not begin any.
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         return connection

@@ -34,10 +34,7 @@ class FleetExecution:
     """Runs batches under the limits that all batches of a service share: items in flight, large lines, and suspects."""
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """`max_in_flight` limits the items in flight over all batches.
-
-        Owners share these slots equally, and the batches of one owner take turns.
-        """
+        """`max_in_flight` limits the items of all batches. Owners share it equally; an owner's batches take turns."""
         self.answer = answer
         self.max_in_flight = max_in_flight
         self.slots = OwnerSlots(max_in_flight)

@@ -18,10 +18,7 @@ class FileStore:
     """A folder of file contents, and of drafts that are being written. All names are ids that `FileDraft` generates."""
 
     def __init__(self, folder: Path) -> None:
-        """Create missing folders, readable only by this user.
-
-        Raises InvalidSetup if an earlier version stored the files of this folder at a URL.
-        """
+        """Create missing folders, for this user only. Raises InvalidSetup if an earlier version stored files at a URL."""
         elsewhere = folder / "files-name"
         if elsewhere.exists():
             raise InvalidSetup(

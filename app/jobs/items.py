@@ -47,10 +47,7 @@ class NotAnItem(Exception):
 
 
 def batch_line(value: Mapping[str, Any], urls: Collection[str]) -> tuple[str, str, dict[str, Any]]:
-    """Return (custom_id, url, body) from a line of an OpenAI batch. Raises NotAnItem for the first error.
-
-    The body's content is checked when the item runs.
-    """
+    """Return (custom_id, url, body) from a line of an OpenAI batch. Raises NotAnItem. Does not validate the body."""
     for param in ("custom_id", "method", "url", "body"):
         if value.get(param) is None:
             raise NotAnItem("missing_required_parameter", f"{param} is required", param)

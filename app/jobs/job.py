@@ -134,7 +134,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A batch of the items in one uploaded file. The times of states that were not reached are None.
+    """A batch of the items in one uploaded file. The time of a state is None until the batch reaches it.
 
     The counts are filled in when the job ends. Until then, its `ResultStore` maintains them.
     """

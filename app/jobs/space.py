@@ -39,8 +39,7 @@ def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes
 def shortage_of_disk(folder: Path, num_bytes: int = 0, *, share_of_reserve: float = 1.0) -> str | None:
     """Return the reason why `num_bytes` more bytes must not be written to a folder's disk, or None if they may.
 
-    Work in progress passes a `share_of_reserve` below 1, so that it can finish when no new work may begin. Blocks.
-    Raises OSError.
+    Work in progress passes a lower `share_of_reserve`, so it can finish while no new work starts. Raises OSError.
     """
     disk = os.statvfs(folder)
     free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize

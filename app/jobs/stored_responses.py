@@ -1,9 +1,8 @@
 """Generates stored responses, chats and completions.
 
 A stored answer outlives its connection and its ingress. The catalog records the answer before the client receives its
-id, and the answer's end before any client reads it. The request and the deltas are stored as records in a file. If this
-process dies, the next one regenerates the answer with the same prompt and seed, and skips the tokens that the file
-already contains.
+id, and the answer's end before any client reads it. The request and the deltas are records in a file. If this process
+dies, the next one regenerates the answer with the same prompt and seed, and skips the tokens that are in the file.
 """
 
 from __future__ import annotations
@@ -414,10 +413,7 @@ class StoredResponses:
         return await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
-        """Retry `store` until the storage accepts the change, and return its result.
-
-        Raises Superseded, or Unavailable if `close` is called first.
-        """
+        """Retry `store` until it succeeds, and return its result. Raises Superseded, or Unavailable after `close`."""
         while True:
             try:
                 return await store()

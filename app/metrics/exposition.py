@@ -39,7 +39,7 @@ class Scrape:
     ever: Mapping[str, Sequence[EngineCounts]] = field(default_factory=dict)
     gone_requests: Sequence[Snapshot] = ()  # snapshots of ingresses that have stopped or did not answer
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
-    # `LocalBatchService.counts` of the one process that runs batches; empty if that process did not answer.
+    # `LocalBatchService.counts` of the batches process; empty if the process did not answer.
     batches: Mapping[str, int] = field(default_factory=dict)
     # For each model with autoscaling, the desired number of replicas, the cause, and the reason in words.
     wanted: Mapping[str, tuple[int, str, str]] = field(default_factory=dict)
@@ -186,7 +186,6 @@ _SERVICE: Sequence[Family[Scrape]] = (
 _WANTED: Sequence[Family[int]] = (
     Family("gauge", "carousel_replicas_wanted", "Replicas that the model should run, by cause.", lambda n: n),
 )
-# The counts and measurements of each engine.
 _REPLICAS: Sequence[Family[EngineReport]] = (
     Family("gauge", "carousel_slots", "Maximum requests in one step.", lambda each: each.measurements.max_running),
     Family("gauge", "carousel_slots_used", "Running requests.", lambda each: each.stats.num_running),

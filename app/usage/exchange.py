@@ -26,10 +26,7 @@ _TIMEOUT_S = 5.0
 
 
 class UsageReporter:
-    """Builds one process's reports and applies the answers. Reads the time only from `clock`.
-
-    Reports omit keys without changes, so idle keys cost nothing.
-    """
+    """Builds one process's reports and applies the answers. Reports omit unchanged keys, so idle keys cost nothing."""
 
     def __init__(self, counter: UsageCounter, limits: Limits, *, clock: Callable[[], float]) -> None:
         self._counter = counter
@@ -156,10 +153,7 @@ class UsageExchange:
             await asyncio.to_thread(self._counter.journal.forget, report.number)
 
     async def _file_of(self, journal: UsageJournal, number: int) -> int | None:
-        """Open a report's journal file. Returns None if the file cannot be opened now.
-
-        Files are opened and closed in a thread, because this is slow on some storage. Writing is fast.
-        """
+        """Open a report's journal file in a thread, because this is slow on some storage. Returns None if it fails."""
         try:
             return await asyncio.to_thread(journal.file_of, number)
         except OSError as error:
@@ -187,7 +181,7 @@ class UsageExchange:
     async def _send(self, report: UsageReport) -> UsageAnswer:
         """Send a report to the owner. Raises the owner's errors, and Unavailable if the owner does not answer in time.
 
-        TimeoutError is a subclass of OSError, so callers would mistake it for a file error.
+        It does not raise TimeoutError, which callers would mistake for a file error, as a subclass of OSError.
         """
         try:
             async with asyncio.timeout(_TIMEOUT_S):

@@ -129,8 +129,7 @@ def _set_known_fields(record: Any, state: Sequence[Any]) -> None:
 class UsageReport:
     """One process's usage since its last report. Until the owner answers, the process repeats the same usage.
 
-    If `has_all_limits` is true and `limits` is empty, the process's shares of all limits are released. This is the case
-    in the reports that are read from a dead process's journal.
+    A report with `has_all_limits` but no `limits`, such as one from a dead process's journal, releases all shares.
     """
 
     process: str

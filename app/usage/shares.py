@@ -68,8 +68,7 @@ class _Limit:
 class _Table:
     """The reported values, with a row for each limit and a column for each process. Missing values are 0.
 
-    All limits of a report are summed in one call of numpy, which takes nanoseconds per process instead of a loop's
-    microseconds.
+    All limits of a report are summed at once, because numpy takes nanoseconds per process, and a loop microseconds.
     """
 
     # Indices of `values`. DEMAND is an amount per minute at the time of the report, or a number of slots. SLACK is the

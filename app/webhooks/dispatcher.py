@@ -50,10 +50,7 @@ class WebhookDispatcher:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        """`outbox` is used in `thread` only. `config` names the default receiver. `clock` returns seconds since 1970.
-
-        `rng` randomizes the pauses between attempts.
-        """
+        """Use `outbox` in `thread` only. `clock` returns seconds since 1970, and `rng` randomizes pauses."""
         self._outbox = outbox
         self._thread = thread
         self._client = client
