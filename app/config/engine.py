@@ -21,13 +21,13 @@ class ModelConfig(Settings):
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="number type of the weights. auto: bfloat16 on CUDA; on a CPU also, if the checkpoint uses it and "
+        description="number type of the weights. auto: bfloat16 on CUDA, and on a CPU if the checkpoint uses it and "
         "the native decoder is fast with it; otherwise float32",
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
         description="number type to which weight matrices are converted at load. int8, int4: on CPUs, with the native "
-        "decoder; fp8: on GPUs from compute capability 8.9, with the CUDA decoder. Fails for other models",
+        "decoder; fp8: on GPUs from compute capability 8.9, with the CUDA decoder; rejects other models",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the replica has a GPU")
     num_threads: int | None = Field(

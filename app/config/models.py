@@ -40,8 +40,8 @@ class ServedModelConfig(Settings):
     ] = Field("auto", description="format of tool calls; auto: the chat template's format, if it is listed here")
     pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
         "auto",
-        description="hidden state that becomes the embedding: the last token's, the mean, an encoder's first token's "
-        "(cls), or none; auto: as in 1_Pooling/config.json, otherwise mean for encoders and last for other models",
+        description="hidden state for embeddings. last: the last token's; mean: the mean of all; cls: an encoder's "
+        "first token's; auto: as in 1_Pooling/config.json, otherwise mean for encoders and last for other models",
     )
     deadline_s: float | None = Field(
         None,

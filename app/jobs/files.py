@@ -18,7 +18,7 @@ class FileStore:
     """A folder of file contents, and of drafts that are being written. All names are ids that `FileDraft` generates."""
 
     def __init__(self, folder: Path) -> None:
-        """Create missing folders, for this user only. Raises InvalidSetup if an earlier version stored files at a URL."""
+        """Create missing folders, for this user only. Raises InvalidSetup if an earlier version used a URL instead."""
         elsewhere = folder / "files-name"
         if elsewhere.exists():
             raise InvalidSetup(
