@@ -51,9 +51,7 @@ class ServedModelConfig(Settings):
         "own `deadline_s`; does not apply to background requests; default: no limit",
     )
     adapters: dict[Name, str] = Field(
-        {},
-        max_length=1024,
-        description="LoRA adapters: folder or hub id, by the name that clients send as `model`",
+        {}, max_length=1024, description="LoRA adapters: folder or hub id, by the name that clients send as `model`"
     )
     prices: PricesConfig = PricesConfig()
     engine: EngineConfig = EngineConfig()

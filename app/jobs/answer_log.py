@@ -84,7 +84,7 @@ class AnswerLog:
         self._wake()
 
     async def parts(self, offset: int, *, waits: bool, take: Take | None = None) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the bytes from `offset` on, then the end. Raises the failure of an answer that failed.
+        """Yield the bytes from `offset` on, then the end. Raises the answer's failure if it has failed.
 
         With `waits`, the generator waits for bytes that are not written yet. While it waits, new bytes are passed to
         `take` until it refuses some, because waking the reader for each token would cost several times as much.
