@@ -253,7 +253,7 @@ class CallMetrics:
             request.latencies.queue_s.observe(queue_s)
 
     def tokens(self, index: int, num_tokens: int) -> None:
-        """Count a request's new tokens, of which there is at least one."""
+        """Count one or more new tokens of a request."""
         now = self._clock()
         request = self._requests[index]
         self._model.num_generated_tokens += num_tokens

@@ -156,7 +156,7 @@ class _Table:
         return int(whole[column]) + int(before < most - int(whole.sum()))
 
     def _silent_s(self, values: _Numbers) -> _Numbers:
-        """Return how long each process's reports have omitted the limits, for lack of demand, in seconds."""
+        """Return the seconds for which each process's reports have omitted the limits, because there was no demand."""
         silent_s: _Numbers = np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
         return silent_s
 
@@ -211,7 +211,7 @@ class _Sums(NamedTuple):
         return self.refused > 0 or is_small or held < self.demand * _AHEAD_S / 60
 
     def should_have(self, share: float, held: float, spare: float, most: float) -> float:
-        """Return the amount that this process should hold of the whole amount, which is `held` + `spare`."""
+        """Return how much of the whole amount (`held` + `spare`) this process should hold."""
         target = share * max(0.0, held + spare)
         at_once = min(self.refused, most * (1 - ROUNDING))
         if target < at_once and share < 1 - ROUNDING:
