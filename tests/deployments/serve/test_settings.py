@@ -341,10 +341,13 @@ def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], m
     [
         ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file belong together; set both or neither"),
         ({"allowed_networks": ["10.0.0.1/8"]}, "batches.webhooks.allowed_networks: 10.0.0.1/8 has host bits set"),
-        ({"url": "http://8.8.8.8/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url should begin with"),
-        ({"url": "https://a@b.example/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url should be like"),
+        ({"url": "http://8.8.8.8/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url must begin with"),
+        (
+            {"url": "https://a@b.example/", "secret_file": "SECRET"},
+            "batches.webhooks.url: webhook.url must be a URL like",
+        ),
         ({"url": "https://a.example/", "secret_file": "missing"}, "batches.webhooks.secret_file: missing: No such"),
-        ({"url": "https://a.example/", "secret_file": "WRONG"}, "batches.webhooks.secret_file: webhook.secret should"),
+        ({"url": "https://a.example/", "secret_file": "WRONG"}, "batches.webhooks.secret_file: webhook.secret must"),
     ],
     ids=str,
 )
