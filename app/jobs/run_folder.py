@@ -181,7 +181,7 @@ def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> Non
     if (path / SUMMARY).exists():
         raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
     if not resume:
-        raise InvalidSetup(f"--output {path}: contains this run, unfinished; use --resume, or another folder")
+        raise InvalidSetup(f"--output {path}: has this run, unfinished; resume with --resume, or use another folder")
 
 
 def _check_is_empty(path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_glob_or_a_folder_means_its_files_by_name(tmp_path: Path, pattern: str
     written(tmp_path / "b.jsonl", questions(2, "b"))
     written(tmp_path / "a.jsonl", questions(1, "a"))
     if pattern.startswith("{"):
-        with pytest.raises(InvalidSetup, match="no such file"):
+        with pytest.raises(InvalidSetup, match="no file was found"):
             looked_through(tmp_path / pattern)
         return
     found = looked_through(tmp_path / pattern)
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
     (tmp_path / "table.xls").write_text("prompt\n")
     for name, words in {
-        "nothing.jsonl": "no such file",
+        "nothing.jsonl": "no file was found",
         "broken.parquet": "cannot be read",
         "table.xls": "is not supported; use one of",
     }.items():
