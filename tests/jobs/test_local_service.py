@@ -158,7 +158,7 @@ async def test_no_owner_can_take_the_place_of_all_files(tmp_path: Path) -> None:
         assert await is_taken(service, 10_000, "bob")
         uploads = [await service.begin_upload("dan") for _ in range(2)]
         await service.append(uploads[0], b"x" * 50_000)
-        with pytest.raises(InvalidRequest, match="have 50,000 bytes"):
+        with pytest.raises(InvalidRequest, match="use 50,000 bytes"):
             await service.append(uploads[1], b"x" * 50_000)
 
 
