@@ -211,7 +211,7 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
     assert "not valid JSON" in failed["lines.jsonl:6"]
     assert "max_tokens is 'many'; it should be a number" in failed["009"]
     assert told["007"]["completion_tokens"] <= 4
-    assert "the engine died 4 times while it computed this item" in failed["deadly"]
+    assert "the engine died 4 times while computing this item" in failed["deadly"]
     answered = {row_id: row["text"] for row_id, row in told.items() if row_id not in failed}
     decided = json.loads(answered.pop("decided"))
     assert (decided["name"], decided["choice"] in "ab", len(decided["probabilities"])) == ("which", True, 2)

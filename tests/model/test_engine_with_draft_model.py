@@ -118,5 +118,5 @@ def test_it_is_refused_where_it_cannot_be_used(
 
 @pytest.mark.parametrize("speculation", [{"method": "draft_model"}, {"method": "lookup", "model": "some/model"}])
 def test_a_draft_model_is_named_where_it_is_the_method_and_nowhere_else(speculation: dict[str, str]) -> None:
-    with pytest.raises(ValidationError, match="draft_model needs a model, and no other method has one"):
+    with pytest.raises(ValidationError, match="draft_model requires a model, and the other methods do not use one"):
         EngineConfig.model_validate({"speculation": speculation})

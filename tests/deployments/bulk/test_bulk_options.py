@@ -99,7 +99,7 @@ def test_what_no_run_can_mean_is_a_mistake_of_the_command_line(arguments: list[s
 @pytest.mark.parametrize(
     ("content", "arguments", "words"),
     [
-        (None, [], "there is no such file"),
+        (None, [], "no file was found"),
         ("", [], "has no rows"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', [], "'1' in in.jsonl:1, in.jsonl:2"),
         ('{"text": "a"}\n', [], "no row has a prompt or messages column"),
@@ -124,7 +124,7 @@ def test_another_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text(json.dumps({"version": 2, "fingerprint": "another"}))
     assert main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--resume"]) == 1
-    assert "holds another run" in capsys.readouterr().err
+    assert "contains another run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

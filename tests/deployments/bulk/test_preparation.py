@@ -122,7 +122,7 @@ def test_what_a_row_says_goes_before_what_the_run_says(prepared: Prepare) -> Non
         ({"prompt": "Once", "temperature": "hot"}, "temperature"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "?"}]}, "messages[0].role"),
-        (batch_line({"messages": TURNS, "stream": True}), "is not streamed"),
+        (batch_line({"messages": TURNS, "stream": True}), "cannot be streamed"),
         (batch_line({"messages": TURNS, "n": 2}), "n is 2"),
         (batch_line({"messages": TURNS, "best_of": 2}), "best_of is 2"),
         (batch_line({"messages": TURNS, "logprobs": True}), "logprobs is not for bulk runs"),

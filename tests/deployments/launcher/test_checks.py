@@ -221,7 +221,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda document, _: document["applications"][0]["args"]["models"].append(
             copy.deepcopy(document["applications"][0]["args"]["models"][0])
         ),
-        "models, adapters and pipelines have the same name: demo",
+        "several models, adapters or pipelines are named demo",
     ),
     "GPUs for a CPU": (
         _set(f"{MODEL}.replicas.num_gpus", 1),

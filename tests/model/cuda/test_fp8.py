@@ -295,5 +295,5 @@ class TestRefused:
     @pytest.mark.parametrize("other", [{"device": "cpu"}, {"backend": "torch"}, {"dtype": "float32"}])
     def test_settings_that_contradict_it(self, other: dict[str, str]) -> None:
         name, value = next(iter(other.items()))
-        with pytest.raises(ValidationError, match=f"only the decoder for CUDA computes, and {name} is {value}"):
+        with pytest.raises(ValidationError, match=f"only the decoder for CUDA supports, but {name} is {value}"):
             ModelConfig.model_validate({"quantization": "fp8"} | other)
