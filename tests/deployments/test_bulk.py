@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,9 +222,10 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
     assert summary(tmp_path / "out")["engines_lost"] == 4
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    process = start("--input", EXAMPLE, "--model", tmp_path / "model", "--engines", 1)
+def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path, demo_path: Path) -> None:
+    model = shutil.copytree(demo_path, tmp_path / "model")
+    os.truncate(model / "model.safetensors", 1000)
+    process = start("--input", EXAMPLE, "--model", model, "--engines", 1)
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, printed
     assert "the model cannot be loaded" in printed
