@@ -16,11 +16,15 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "compare.md"
 
 
 def table() -> str:
-    rows = [("You type", "Here"), ("---", "---")]
-    rows += [(f"`{option.flag}`", f"the same: {option.help}") for option in OPTIONS]
+    """Return the table, with one row for all flags or commands that have the same answer."""
+    rows = [(f"`{option.flag}`", f"the same: {option.help}") for option in OPTIONS]
     rows += [(f"`{flag}`", _marked(answer)) for flag, answer in ANSWERS.items()]
-    rows += [(f"the command `{name}`", answer) for name, answer in COMMANDS_OF_OTHERS.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows += [(f"`{name}`", answer) for name, answer in COMMANDS_OF_OTHERS.items()]
+    names: dict[str, list[str]] = {}
+    for name, answer in rows:
+        names.setdefault(answer, []).append(name)
+    joined = [(", ".join(each), answer) for answer, each in names.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [("Flag or command", "Carousel"), ("---", "---"), *joined])
 
 
 def _marked(answer: str) -> str:
