@@ -57,24 +57,15 @@ def _shape(config: Any, layer: int) -> LayerShape:
 
 def table() -> str:
     """Return the table, with one row for all architectures that have the same abilities."""
-    architectures: dict[tuple[tuple[Ability, str], ...], list[str]] = {}
+    architectures: dict[frozenset[Ability], list[str]] = {}
     for each in abilities():
-        architectures.setdefault(tuple(each.why_not().items()), []).append(each.architecture)
-    rows = {", ".join(names): dict(refused) for refused, names in architectures.items()}
-    columns = [name for name in get_args(Ability) if any(name in refused for refused in rows.values())]
+        architectures.setdefault(frozenset(each.why_not()), []).append(each.architecture)
+    columns = [name for name in get_args(Ability) if any(name in refused for refused in architectures)]
     lines = [f"| Architecture | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
-    reasons: list[str] = []
-    for names, refused in rows.items():
-        cells = ["yes" if name not in refused else _numbered(refused[name], reasons) for name in columns]
-        lines.append(f"| {names} | {' | '.join(cells)} |")
-    notes = (f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, start=1))
-    return "\n".join([*lines, "", "The numbers stand for these reasons:", "", *notes])
-
-
-def _numbered(reason: str, reasons: list[str]) -> str:
-    if reason not in reasons:
-        reasons.append(reason)
-    return f"no ({reasons.index(reason) + 1})"
+    for refused, names in architectures.items():
+        cells = ["no" if name in refused else "yes" for name in columns]
+        lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def page() -> str:
