@@ -32,8 +32,8 @@ class Abilities:
             "C++ on a CPU": no_decoder["cpu"],
             "int8 and int4": no_decoder["cpu"] and "only the C++ decoder packs weights",
             "freed windows": self._why_windows_are_kept(),
-            "draft model": "a draft model cannot have recurrent layers" if self.has_states else None,
-            "ranks": "recurrent layers are not divided among ranks" if self.has_states else None,
+            "draft model": "a draft would need slots for states of its own" if self.has_states else None,
+            "ranks": "recurrent layers are not divided" if self.has_states else None,
             "own decoder on a GPU": no_decoder["cuda"],
         }
         return {ability: reason for ability, reason in reasons.items() if reason is not None}
@@ -41,23 +41,19 @@ class Abilities:
     def __str__(self) -> str:
         """Return one line for a log or a terminal, with the unsupported abilities and the reasons."""
         refused = "; ".join(f"{ability} ({reason})" for ability, reason in self.why_not().items())
-        return (
-            f"{self.architecture}: not supported: {refused}"
-            if refused
-            else f"{self.architecture}: supports all features"
-        )
+        return f"{self.architecture}: not with {refused}" if refused else f"{self.architecture}: all works with it"
 
     def _why_no_decoder(self, backend: Backend) -> str | None:
         described = ARCHITECTURES.get(self.architecture)
         if described is None:
-            return "the model runs on transformers' code"
+            return "transformers' code computes it"
         if backend in described.backends:
             return None
         if described.experts is not None and described.experts.has_shared:
             return "the C++ decoder has no shared expert"
-        return "the CUDA decoder does not support the model"
+        return "the decoder for CUDA does not compute it"
 
     def _why_windows_are_kept(self) -> str | None:
         if self.windows == "kept":
-            return "all layers are in one group, which frees no blocks early (see docs/design/engine.md)"
-        return "the model has no sliding windows" if self.windows == "none" else None
+            return "its layers are in one group, which keeps all (docs/design/engine.md says when)"
+        return "it has no windows" if self.windows == "none" else None

@@ -35,7 +35,7 @@ def test_what_does_not_work_is_refused(architecture: str, tmp_path: Path) -> Non
 
 def test_the_line_says_what_does_not_work_and_why() -> None:
     known = Abilities(architecture="MistralForCausalLM", has_states=False, windows="freed")
-    assert str(known) == "MistralForCausalLM: supports all features"
+    assert str(known) == "MistralForCausalLM: all works with it"
     other = Abilities(architecture="OtherForCausalLM", has_states=True, windows="none")
     assert "int8 and int4 (only the C++ decoder packs weights)" in str(other)
-    assert "ranks (recurrent layers are not divided among ranks)" in str(other)
+    assert "ranks (recurrent layers are not divided)" in str(other)
