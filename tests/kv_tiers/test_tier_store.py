@@ -300,7 +300,7 @@ def test_a_full_folder_is_left_alone_for_a_while_and_told_once(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"path": "a-file"}, "is a file; give a folder"),
+        ({"path": "a-file"}, "is a file; set a folder"),
         ({"path": "kv", "max_gib": 1e7}, "lower it"),
         ({"path": "kv", "max_gib": 1e-8}, "hold no block"),
     ],
