@@ -93,7 +93,7 @@ class TierStore(BlockStore):
             thread.start()
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """See `BlockStore`. All blocks of a resumed request count, because another replica may have just written them."""
+        """See `BlockStore`. Counts all blocks of a resumed request: another replica may have just written them."""
         folder, elsewhere = self._folder, request.prefix_at
         num_of_peer = 0
         if elsewhere is not None and time.monotonic() >= self._silent_until.get(elsewhere.address, -inf):
