@@ -198,7 +198,7 @@ class EarliestDeadlineFirst(FairShare):
         self._is_by_deadline = True  # whether at most one tenant had requests before the last step
 
     def has_new_order(self, running: Sequence[EngineSequence]) -> bool:
-        waiting = self.shares.waiting  # tenants with waiting requests
+        waiting = self.shares.waiting
         is_alone = len(waiting) < 2 and len({*waiting, *_tenants_of(running)}) < 2
         before, self._is_by_deadline = self._is_by_deadline, is_alone
         return is_alone != before
