@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Space may be freed on a full disk, and network storage may recover. Other errors, such as missing permission, require
-# an operator.
+# A full disk may get free space, and network storage may recover. Other errors, such as EACCES, require an operator.
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT))
 _PASSING_SQLITE = frozenset((sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY))
 STORAGE_FAILURES = (OSError, sqlite3.Error)
@@ -100,8 +99,7 @@ def locked_if_possible(
 ) -> Iterator[None]:
     """Hold a lock as `locked` does. If the file system does not support locks, the block runs without one.
 
-    `without` is the start of the warning that is logged in this case. `waiting` is entered while another process holds
-    the lock.
+    `without` is the start of the warning that is logged then. `waiting` is entered while another process has the lock.
     """
     lock = None
     try:

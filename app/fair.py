@@ -126,7 +126,6 @@ class FairQueue(Generic[ItemT]):
         self._order = _TenantHeap(lambda tenant: (self._num_running[tenant], *self._shares.place(tenant)))
 
     def __len__(self) -> int:
-        """Return the number of waiting items."""
         return sum(map(len, self._lines.values()))
 
     @property
@@ -135,7 +134,6 @@ class FairQueue(Generic[ItemT]):
         return self._lines
 
     def num_waiting(self, tenant: str) -> int:
-        """Return the number of the tenant's waiting items."""
         return len(self._lines.get(tenant, ()))
 
     def num_running(self, tenant: str) -> int:

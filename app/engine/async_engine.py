@@ -267,7 +267,6 @@ class AsyncEngine:
         return 0.0 if began_at is None else self._engine.now() - began_at
 
     def measurements(self) -> EngineMeasurements:
-        """Return all measurements since the engine started."""
         measured = self._engine.measurements()
         return measured if self._sleeper is None else replace(measured, sleep=self._sleeper.stats)
 

@@ -365,7 +365,6 @@ class BatchBuilder:
         self._has_drafts = True
 
     def build(self, decision: SchedulingDecision, *, began_at: float, epoch: int, launched_alone: bool) -> StepBatch:
-        """Return the batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
             tuple(self.sequences),

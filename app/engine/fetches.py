@@ -53,7 +53,7 @@ class PrefixFetches:
             pool.note_findable = self._offer_long
 
     def _offer_long(self, prefix: Prefix) -> None:
-        """Offer a newly computed prefix. Short ones are cheap to compute and rarely requested again, so not offered."""
+        """Offer a newly computed prefix unless it is short, because short ones are cheap and rarely requested again."""
         assert self.store is not None
         if prefix.num_blocks * self._pool.block_size >= self.store.min_tokens:
             self.store.offer(prefix)

@@ -129,7 +129,6 @@ def without_tokens(allowed: bytes, token_ids: Iterable[int]) -> bytes:
 
 
 def has_token(allowed: bytes, token_id: int) -> bool:
-    """Return whether the bit of this token is set."""
     return bool(allowed[token_id >> 3] & 1 << (token_id & 7))
 
 
@@ -144,5 +143,4 @@ def tokens_of(allowed: bytes, *, at_most: int) -> list[int]:
 
 
 def any_token(allowed: bytes) -> bool:
-    """Return whether any bit is set."""
     return allowed.count(0) < len(allowed)

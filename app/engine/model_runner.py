@@ -50,10 +50,7 @@ class BlockMemory(ABC):
 
     @abstractmethod
     def copies(self) -> AbstractContextManager[BlockCopies]:
-        """Open a context for copying while steps run. Copies see the results of all earlier steps.
-
-        Steps must not use a block to which the context copies.
-        """
+        """Open a context for copying while steps run. Copies see earlier steps' results. No step may use a target."""
 
 
 class ModelRunner(ABC):

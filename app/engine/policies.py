@@ -17,8 +17,8 @@ from app.fair import FairQueue, FairShares
 
 # With `sjf`, one second of waiting outweighs this many tokens of work.
 AGEING_TOKENS_PER_S = 1000.0
-# With `sjf`, no request overtakes one that arrived more than this many seconds earlier. The limit matters for requests
-# of more than 30,000 tokens. For smaller ones, the time that corresponds to their work at the above rate is lower.
+# With `sjf`, no request is overtaken by one that arrives more than this many seconds later. Requests with less work
+# than 30,000 tokens have a lower limit: their work, converted to seconds at the above rate.
 MAX_OVERTAKING_S = 30.0
 # With `priority`, this many seconds of waiting outweigh a difference of 1. Clients can skip numbers to increase the
 # distance between two classes of requests: the priorities 0 and 6 are a minute apart.

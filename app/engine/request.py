@@ -249,7 +249,7 @@ class Request:
         """The salt of the request's prefixes. It includes the adapter, because KV depends on the adapter.
 
         Only requests with equal prefix salts share KV. The first newline separates the adapter's digest from the
-        client's salt. The digest may be empty; without this newline, a client's salt could imitate an adapter's digest.
+        client's salt. Without an adapter, the newline comes first, because a client could otherwise imitate a digest.
         """
         if self.adapter is None:
             return self.cache_salt and f"\n{self.cache_salt}"
@@ -336,7 +336,6 @@ class MergedDelta:
             self.add(delta)
 
     def add(self, delta: TokenDelta) -> None:
-        """Append the next delta."""
         self._last = delta
         self._times = self._times or delta.times
         self._token_ids.extend(delta.token_ids)

@@ -24,9 +24,8 @@ class ResultProcessor:
     def process(self, batch: StepBatch, result: StepResult, *, is_committed: bool) -> list[TokenDelta]:
         """Apply the result of a computed batch. Returns a delta for each request that has new tokens or has ended.
 
-        For a batch with drafts, the result contains only the accepted tokens. The KV of rejected drafts does not count
-        as computed and is overwritten by the next step. If `is_committed`, the tokens replace the placeholders of
-        `InFlight.commit`.
+        For a batch with drafts, the result contains only accepted tokens. The KV of rejected drafts does not count and
+        is overwritten by the next step. If `is_committed`, the tokens replace the placeholders of `InFlight.commit`.
         """
         has_states, epoch = self._pool.states is not None, batch.epoch
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts

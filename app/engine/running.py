@@ -96,7 +96,6 @@ class RunningSequences:
             sequence.states.num_matched_tokens = num_matched * self._pool.block_size
 
     def add(self, sequence: EngineSequence) -> None:
-        """Insert a sequence by its rank."""
         insort(self.in_order, sequence, key=_order_key)
         self.num_background += sequence.request.is_background
         self.num_predicted += bool(sequence.request.prediction_token_ids)
@@ -129,7 +128,7 @@ class RunningSequences:
         return self._pool.can_allocate(self.num_missing_blocks(sequence, num_tokens))
 
     def extend(self, sequence: EngineSequence, num_tokens: int) -> None:
-        """Give a sequence the blocks for `num_tokens` more tokens; `has_room_for` must hold."""
+        """Allocate a sequence's blocks for `num_tokens` more tokens. `has_room_for` must be true."""
         blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
         sequence.extend_blocks(blocks[::num_groups])
         if sequence.windows is not None:

@@ -113,7 +113,6 @@ class Scheduler:
         return now if self._ended else self._deadlines.next_at
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request with this id is waiting or running."""
         return request_id in self._sequences
 
     # ------------------------------------------------------------------ arrivals and ends
@@ -166,7 +165,7 @@ class Scheduler:
         return eos_token_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos_token_ids
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request at its caller's request. Returns its last delta, or None if it has already ended."""
+        """Abort a request. Returns its last delta, or None if it has already ended."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -175,7 +174,7 @@ class Scheduler:
         return TokenDelta(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
 
     def fail(self, batch: StepBatch) -> list[str]:
-        """End every request of a batch whose step failed, and return the ids of these requests."""
+        """End every request of a batch whose step failed, and return their ids."""
         failed = [sequence for sequence in batch.sequences if not sequence.is_finished]
         for sequence in failed:
             self._totals.failed += 1

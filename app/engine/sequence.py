@@ -36,7 +36,6 @@ class Windows:
         self.ids = tuple([*repeat(0, num_released), *(block.block_id for block in blocks)] for blocks in found)
 
     def extend(self, groups: Iterable[list[Block]]) -> None:
-        """Append blocks to each group."""
         for own, ids, new in zip(self.blocks, self.ids, groups, strict=True):
             own.extend(new)
             ids.extend(block.block_id for block in new)

@@ -127,7 +127,7 @@ class StatePool:
         return StatePath(states.current, tuple((number - start, written[number]) for number in sorted(written)))
 
     def advance(self, states: SequenceStates, end: int, prefixes: Sequence[Prefix], *, generates: bool) -> None:
-        """Account for a step that has succeeded. Later drafts than the sequence's first `end` tokens were rejected.
+        """Account for a step that has succeeded. `end` is the sequence's new length, without rejected drafts.
 
         prefixes: the cached prefix of each snapshot up to `end` (see `SequenceStates.new`). generates: whether the
         sequence was decoding.

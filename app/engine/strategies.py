@@ -229,8 +229,7 @@ class WholeBatches(BatchingStrategy):
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
         """Return the seats of a new batch: all of them in the bucket that has been due the longest.
 
-        At least one bucket must be due. Only sequences that are already waiting get seats: later arrivals do not join a
-        partial batch.
+        At least one bucket must be due. Only sequences that are already waiting get seats, even in a partial batch.
         """
         _, number = min((self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets)
         return {number: min(self.batch_size(view.max_running), view.waiting.bucket(number).num_waiting)}

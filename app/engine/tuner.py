@@ -3,8 +3,8 @@
 The time between two tokens is the time of the step between them. The tuner therefore learns how the time of a step
 depends on its size, and limits steps to the largest size within the target. This limit is the token budget of
 Sarathi-Serve (Agrawal et al., 2024), but found while serving, instead of by a sweep. The largest steps are also best
-for first tokens, because a prompt then needs the fewest steps. Because step times are estimated rather than found by
-trial, the tuner adapts to new traffic without a search.
+for first tokens, because a prompt then needs the fewest steps. Step times are estimated rather than found by trial, so
+the tuner adapts to new traffic without a search.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ class WaitingQueue:
     def first(self, number: int) -> list[EngineSequence]:
         """Return the first sequences by rank among the oldest MAX_SORTED of each bucket. Slow, so for display only.
 
-        Each bucket's next sequence to join comes first. With the policy `fair`, the later ones may join in a different
-        order, because tenants take turns.
+        Each bucket's next sequence comes first. With `fair`, later ones may join in another order: tenants take turns.
         """
         found: dict[int, EngineSequence] = {}  # by arrival number, because a bucket may list a preempted sequence twice
         for bucket in self.buckets:
@@ -102,7 +101,6 @@ class WaitingQueue:
         return sorted(taken, key=attrgetter("arrival"))
 
     def note_finished(self, sequence: EngineSequence) -> None:
-        """Account for a waiting sequence that has just finished."""
         self._buckets[self._bucket_of(sequence)].note_finished(sequence)
         self._count(sequence, -1)
 
@@ -204,7 +202,6 @@ class LazyHeap(Generic[KeyT]):
         return heappop(self._heap)[2]
 
     def note_finished(self, sequence: EngineSequence) -> None:
-        """Account for a queued sequence that has just finished."""
         self._num_finished += 1
         if self._num_finished > len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]

@@ -113,7 +113,7 @@ class BlockFolder:
     def read(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> bool:
         """Fill the buffer with a block. Returns False if the block is missing or invalid. Deletes an invalid block.
 
-        If the block was not found when the folder was last listed, looks for its file in the folder of `tenant`.
+        A block that was not in the last listing is looked up in the folder of `tenant`.
         """
         path = os.path.join(self._folders.get(name) or self._folder_of(tenant), name.hex())
         header = bytearray(HEADER.size + array("q").itemsize * len(token_ids))

@@ -1,7 +1,7 @@
 """Moves blocks between an engine's KV memory, a folder and other replicas, in separate threads.
 
-For a model with recurrent layers, the store also moves snapshots (`StatePool`). In the folder, a snapshot is an
-additional file next to its prefix's blocks. Between replicas, it is an additional record sent before the blocks.
+For a model with recurrent layers, the store also moves snapshots of their states (see `StatePool`). In the folder, a
+snapshot is an additional file next to its prefix's blocks. Between replicas, it is sent before the blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TierStore(BlockStore):
         self._at_work: list[Fetch | Prefix] = []  # items from these queues that are being processed
         self._num_sending = 0  # blocks that are being copied for other replicas
         self._is_closed = False
-        self._num_to_fetch: Counter[bool] = Counter()  # unfinished blocks: True counts those in `_far_fetches`
+        self._num_to_fetch: Counter[bool] = Counter()  # blocks left to fetch; True counts those in `_far_fetches`
         self._paces: dict[Address | None, _Pace] = {}  # pace of the folder (None) and of each replica
         self._listed = threading.Event()
         self._paused_until = 0.0

@@ -31,10 +31,9 @@ class Drafter(ABC):
     only_predictions: bool = False  # whether to draft only for requests that contain a prediction of their output
 
     def expects_drafts(self, sequences: Sequence[EngineSequence]) -> bool:
-        """Whether the next step will probably have drafts for any of these sequences.
+        """Whether the next step will probably have drafts for these sequences, whose last tokens are being drawn.
 
-        Only called if the engine launches ahead, while their last tokens are being drawn. If True, the next step waits
-        for these tokens.
+        Only called if the engine launches ahead. If True, the next step waits for the last tokens.
         """
         return True
 
