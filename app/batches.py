@@ -155,8 +155,8 @@ class AnswerRecorder(Protocol):
         """Return how the answer ended. Must be called after the last record."""
 
 
-# Reads an owner's answer by its id, from the first byte to the end. The second argument is True to continue the answer,
-# for which even a deleted or expired answer can be read.
+# Reads an owner's answer by its id, from the first byte to the end. The second argument is True if another answer
+# continues it. In that case, even a deleted or expired answer can be read.
 ReadAnswer = Callable[[str, bool], AsyncGenerator[AnswerPart, None]]
 # Prepares an answer, and uses the reader for the responses that it continues. Raises the same errors as for a request
 # whose answer is not stored.
@@ -250,7 +250,7 @@ class BatchService(Owner, Protocol):
         parts, without an end if the response is still running. is_continued: whether another response continues this
         one, which can then be read even if it was deleted or has expired.
 
-        If a response is rejected before its first token, it ends with the status "refused" and is not stored.
+        If a response is rejected before its first token, it ends with the status "refused" and is soon deleted.
         """
 
     async def cancel_response(self, owner: str, response_id: str) -> None:

@@ -34,7 +34,7 @@ def granted_cores(groups: str, root: Path) -> float:
     """Return the smallest CPU quota, in cores, among control groups and their parents, or infinity without a quota.
 
     `groups` has the format of /proc/self/cgroup. `root` is the folder where the groups (version 1 or 2) are mounted. In
-    a container, the names may only be valid outside, where the other groups are; only the root group is then mounted.
+    a container, only the root group may be mounted, while the names refer to groups outside the container.
     """
     return min(map(_quota, _folders(groups, root, "cpu")), default=math.inf)
 

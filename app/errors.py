@@ -19,7 +19,7 @@
     │   │       └── MoneySpent   the budget limits costs in money
     │   └── StorageFull          the disk for files and batches has only its reserve left
     ├── Failure                  Carousel's failure
-    │   ├── StepFailed           this request made its model step fail; the engine continues
+    │   ├── StepFailed           a model step with this request failed; the engine continues
     │   │   └── DeviceFault      the device failed on all requests in the step
     │   ├── EngineStopped        the engine is shutting down or has died
     │   └── Unavailable          no replica can currently accept the request
@@ -159,7 +159,7 @@ class Failure(CarouselError):
 
 
 class StepFailed(Failure):
-    """This request made its model step fail."""
+    """A model step with this request failed."""
 
 
 class DeviceFault(StepFailed):

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 _DIGITS = bytes(ord("0") if chr(byte).isdecimal() else byte for byte in range(128)) + bytes(range(128, 256))
-# Signs of a large number, in a text where all digits are 0: exponents, and as many digits as the largest float has.
+# Signs of a large number, after all digits were replaced by 0: exponents, and as many digits as the largest float has.
 _MARKS_OF_LARGE = (b"0e0", b"0E0", b"0e+0", b"0E+0", b"0" * 309)
 _MAX_INTEGER = 2**1024  # integers must be below this value to be within the range of floats
 

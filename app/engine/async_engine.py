@@ -411,7 +411,7 @@ class AsyncEngine:
                 self._rest()
 
     def _close(self) -> None:
-        """Close the engine and its sleeper, both even if closing one of them raises."""
+        """Close the engine and its sleeper, even if closing one of them raises."""
         for part in (self._engine, self._sleeper):
             try:
                 if part is not None:

@@ -515,8 +515,7 @@ def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
 def _num_kept(draws: Sequence[int], item: ScheduledSequence, end_token_ids: Collection[int]) -> int:
     """Return how many draws are kept: the first, and later ones as long as the drafts are drawn and are no end tokens.
 
-    A later draw is not kept if its matcher failed. If the matcher fails again at the first draw of a step, the request
-    ends.
+    A later draw is not kept if its matcher failed. If it fails again as the first draw of a step, the request ends.
     """
     number = 1
     for drawn, draft in zip(draws, item.token_ids[1:], strict=False):

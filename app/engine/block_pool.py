@@ -120,7 +120,7 @@ class BlockPool:
         return num_each * self.block_size
 
     def num_blocks_after(self, cached: Sequence[Block], num_tokens: int) -> int:
-        """Return the maximum number of blocks, over all groups, that `num_tokens` tokens need besides cached blocks."""
+        """Return the maximum number of blocks, over all groups, that `num_tokens` tokens need beyond cached blocks."""
         number = self.num_blocks_for(num_tokens) - len(cached)
         if self.num_groups == 1:
             return number
@@ -136,7 +136,7 @@ class BlockPool:
         return [self._take() for _ in range(num_blocks)]
 
     def match(self, token_ids: Sequence[int], *, salt: str, known: Sequence[Block] = ()) -> list[Block]:
-        """Return the blocks of the longest cached prefix of `token_ids`, without the last token.
+        """Return the blocks of the longest cached prefix of `token_ids` that excludes the last token.
 
         known: an earlier result for these tokens, if all of its blocks still cache the same prefixes. The returned
         blocks have no new owner until `share`.

@@ -43,7 +43,7 @@ class Deadlines:
         self._heap.push(sequence, give_up_at)
 
     def overdue(self, now: float) -> Iterator[EngineSequence]:
-        """Yield the sequences that have expired or can no longer start in time. The caller must end each at once."""
+        """Yield sequences that have expired or can no longer start in time. Each must be ended before the next one."""
         while (at := self.next_at) is not None and at <= now:
             sequence = self._heap.peek()
             if now < _deadline_at(sequence) and sequence.has_started:

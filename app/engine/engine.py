@@ -52,7 +52,7 @@ class Engine:
         recorder: StepObserver | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        """clock: returns monotonic seconds. largest_step: the limits that memory was sized for, if it was sized at all.
+        """clock: returns monotonic seconds. largest_step: the limits for which memory was sized, or None if it was not.
 
         recorder: observes every event and decision. adapters: if None, requests with an adapter are rejected.
         """
@@ -73,7 +73,7 @@ class Engine:
         self._quarantine = Quarantine()
         self._is_asleep = False
         self._in_flight: InFlight | None = None
-        self._has_failed = False  # a launched step failed: run the next step unlaunched, to find the requests at fault
+        self._has_failed = False  # whether a launched step failed, so that the next one must run unlaunched
 
     def prepare(self) -> None:
         """Do the first step's slow preparations in advance. Call at most once, in the thread that calls `step`."""
@@ -329,7 +329,7 @@ class Engine:
         self._tuner = self._new_tuner()
 
     def limit(self, limits: StepLimits) -> None:
-        """Replace the step limits from the next step on, until the next `reconfigure`. None may exceed the settings."""
+        """Replace the step limits from the next step on, until `reconfigure`. No limit may exceed the settings."""
         self._scheduler.limits = limits
         for observer in self._observers:
             observer.limited(limits)

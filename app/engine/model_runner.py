@@ -50,7 +50,10 @@ class BlockMemory(ABC):
 
     @abstractmethod
     def copies(self) -> AbstractContextManager[BlockCopies]:
-        """Open a context for copying while steps run. Copies see earlier steps' results. No step may use a target."""
+        """Open a context for copying while steps run. Copies see the results of all earlier steps.
+
+        A block that is passed to `put` must not be used by any step in the meantime.
+        """
 
 
 class ModelRunner(ABC):

@@ -59,7 +59,7 @@ class StepObserver:
         """
 
     def failed(self, how: FailureKind, sequences: Iterable[EngineSequence] = ()) -> None:
-        """A step failed, and therefore these sequences end."""
+        """A step failed, and these sequences will end because of it."""
 
     def step_ended(self, step: EndedStep) -> None:
         """The results of a step were processed."""

@@ -36,7 +36,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_waiting_tokens: int  # prompt tokens of waiting requests
     num_waiting_foreground_tokens: int  # prompt tokens of waiting foreground requests
     num_background: int  # background requests, running and waiting
-    num_unpreemptible_background: int  # running background requests that the strategy cannot preempt
+    num_unpreemptible_background: int  # running background requests in a whole batch, which cannot be preempted
     estimated_wait_s: float  # expected wait of a request that arrives now
     ended_per_s: float  # recently ended requests per second of computing, which is how fast the queue drains
     mean_length_error_tokens: float  # recent mean absolute error of predicted output lengths

@@ -25,7 +25,7 @@ class RecentMean:
 
 
 def without_pause(seconds: float, expected_s: float) -> float:
-    """Limit a step's time to three times the expected time, because a longer step was paused by the system."""
+    """Limit a step's time to three times the expected time, because the system must have paused a longer step."""
     return min(seconds, 3.0 * expected_s)
 
 

@@ -157,7 +157,7 @@ class Tuner(StepObserver):
         smallest_s = max(
             self._decoding.seconds(self._min_running), self._mixed.seconds(self._min_running + MIN_PREFILL_TOKENS)
         )
-        # The factor _TOO_LOW adds hysteresis. Without it, the target would often alternate between the two states.
+        # The factor _TOO_LOW adds hysteresis, to avoid frequent changes between reachable and unreachable.
         self._is_unreachable = smallest_s > (step_s / _TOO_LOW if self._is_unreachable else step_s)
         # If even the smallest steps are too slow, steps may take this multiple of their time so that requests progress.
         slack_when_unreachable = 1.5

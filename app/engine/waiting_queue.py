@@ -76,7 +76,7 @@ class WaitingQueue:
         return self._buckets[number].queue.peek()
 
     def pop(self, number: int = 0) -> EngineSequence:
-        """Remove and return a bucket's next sequence, which must have left the status WAITING."""
+        """Remove and return a bucket's next sequence. Its status must no longer be WAITING."""
         sequence = self._buckets[number].pop()
         self._count(sequence, -1)
         return sequence

@@ -52,10 +52,10 @@ class _Drafting:
 
 
 class ModelDrafter(Drafter):
-    """Drafts up to `max_drafts` tokens per sequence, depending on how many recent acceptance and step times justify."""
+    """Drafts as many tokens per sequence as recent acceptance and step times justify, up to `max_drafts`."""
 
     def __init__(self, runner: ModelRunner, *, max_model_len: int, model_info: ModelInfo, max_drafts: int = 8) -> None:
-        """runner: runs the draft model, with as many KV blocks as the main model has. model_info: of the main model.
+        """runner: runs the draft model. It must have as many KV blocks as the main model, which `model_info` describes.
 
         max_model_len: the draft model's maximum length. Longer sequences get no drafts.
         """

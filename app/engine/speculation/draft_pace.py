@@ -67,7 +67,7 @@ class DraftPace:
         self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
 
     def min_acceptance(self, num_sequences: int, *, chance: float = 1.0) -> float:
-        """Return the acceptance chance below which a draft is not worth computing in a step of `num_sequences`.
+        """Return the acceptance chance below which a draft is not worth computing, with `num_sequences` in the step.
 
         At 1 or more, no draft is worth computing. `chance` is the acceptance chance of the likeliest possible draft.
         Call this once for each step that may have drafts: some results are probes, to measure both kinds of steps.

@@ -87,12 +87,12 @@ class StepRecord(NamedTuple):
     blocks: Sequence[list[int]] = ()  # block ids of the joined sequences, including the blocks of this step
     preempted: Sequence[int] = ()
     ended: Sequence[tuple[int, str]] = ()  # (number, finish reason or the class of an error)
-    num_waiting: int = 0  # as the next two fields, after the step was scheduled
+    num_waiting: int = 0  # like the next two fields, the value after the step was scheduled
     wait_reason: WaitReason | None = None  # why the first waiting sequence did not join
     num_free_blocks: int = 0
     times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to process the result
     failures: Sequence[StepFailure] = ()
-    # In a step with drafts (all scheduled tokens of a sequence but the first): how many of `token_ids` each one got.
+    # In a step with drafts, how many of `token_ids` each sequence got. All scheduled tokens but its first are drafts.
     num_kept: Sequence[int] = ()
     # The fetches from a store that began with this step, as (number, requested blocks), and those that finished before
     # it, as (number, usable blocks). A replay does not need a store.
