@@ -216,7 +216,7 @@ class AsyncEngine:
             self._engine.check(request)
             assert (matcher is None) == (request.sampling.grammar is None), "a grammar requires a matcher"
             if request.request_id in self._receivers:
-                raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
+                raise InvalidRequest(f"the request id {request.request_id} is in use; send another", param="request_id")
             subscription = _Subscription(asyncio.get_running_loop(), receiver)
             arrived_at = self._engine.now()
             enter = partial(self._enter, request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
@@ -464,7 +464,7 @@ class AsyncEngine:
         try:
             command()
         except Exception as error:
-            logger.error("a command of the engine failed: %s", traceback_of(error))
+            logger.error("a command for the engine failed: %s", traceback_of(error))
 
     def _enter(
         self, request: Request, *, arrived_at: float, matcher: Matcher | None, adapter: HeldAdapter | None

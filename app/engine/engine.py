@@ -138,7 +138,7 @@ class Engine:
         """
         assert (adapter is None) == (request.adapter is None), "the request's adapter was not loaded"
         if self._scheduler.has_request(request.request_id):
-            raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
+            raise InvalidRequest(f"the request id {request.request_id} is in use; send another", param="request_id")
         now = self._clock() if arrived_at is None else arrived_at
         if matcher is None and request.sampling.allowed_token_ids:
             matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.model_info.vocab_size)

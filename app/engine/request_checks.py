@@ -62,7 +62,7 @@ def _check_pooling(request: Request, model_info: ModelInfo) -> None:
     if not pooling.uses_head and model_info.embedding_size is None:
         raise InvalidRequest("this model does not support embeddings; choose another model", param="model")
     if pooling == Pooling.CLS and model_info.generates:
-        raise InvalidRequest("CLS pooling needs an encoder; this model generates text", param="model")
+        raise InvalidRequest("this model generates text, but CLS pooling needs an encoder; choose one", param="model")
     if request.sampling.max_tokens:
         raise InvalidRequest(
             f"max_tokens is {request.sampling.max_tokens}; it must be 0 in a request for an embedding or a score",
@@ -70,7 +70,8 @@ def _check_pooling(request: Request, model_info: ModelInfo) -> None:
         )
     if request.second_text_at and not 0 < request.second_text_at < len(request.prompt_token_ids):
         raise InvalidRequest(
-            f"second_text_at is {request.second_text_at}; the prompt has {len(request.prompt_token_ids):,} tokens",
+            f"second_text_at is {request.second_text_at}; it must be above 0 and below the prompt's "
+            f"{len(request.prompt_token_ids):,} tokens",
             param="prompt",
         )
 

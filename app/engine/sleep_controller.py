@@ -115,10 +115,10 @@ class SleepController:
         stats = self.stats._replace(state=SleepState.ASLEEP, sleeping_s=sleeping_s)
         self.stats = stats._replace(num_turns_ended=stats.num_turns_ended + 1) if engine.has_work else stats
         if idle_since is None:
-            logger.info("asleep in %.2f s, because other engines need the memory; %d requests will be recomputed",
+            logger.info("fell asleep in %.2f s, because other engines need the memory; %d requests will be recomputed",
                         self._sleep_s, num_running)  # fmt: skip
         else:
-            logger.info("asleep in %.2f s, after %.1f s without a request", self._sleep_s, engine.now() - idle_since)
+            logger.info("fell asleep in %.2f s, after %.1f s idle", self._sleep_s, engine.now() - idle_since)
 
     # ------------------------------------------------------------------ wake
 
@@ -146,7 +146,7 @@ class SleepController:
             waking_s=stats.waking_s + took_s,
             last_wake_s=took_s,
         )
-        logger.info("awake in %.2f s", took_s)
+        logger.info("woke up in %.2f s", took_s)
         self._idle_since = None
         self._begin_turn()
         return True
