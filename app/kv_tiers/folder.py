@@ -40,7 +40,7 @@ class BlockFolder:
     """One namespace's blocks in a shared folder. One thread writes and refreshes; any thread may read."""
 
     def __init__(self, path: Path, *, namespace: bytes, max_bytes: int) -> None:
-        """Create the folder. `max_bytes` limits the files of all processes together; each process may exceed it by one file.
+        """Create the folder. `max_bytes` limits the files of all processes. Each process may exceed it by one file.
 
         Raises OSError if the folder is not writable, or if other users may write to it, because its blocks are trusted.
         """
