@@ -65,7 +65,7 @@ class Culprits(Generic[KeyT]):
         return len(losses.places) if losses else 0
 
     def losses_without_progress(self, key: KeyT) -> int:
-        """Return the number of such losses since the item last made progress."""
+        """As `num_losses`, but count only the losses since the item last made progress."""
         losses = self._discounted(key)
         return len(losses.without_progress) if losses else 0
 

@@ -154,7 +154,7 @@ class PrefixFetches:
     def take_notes(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
         """Return the fetches that began since the last call, and those that finished.
 
-        Each is an arrival number and a number of blocks: requested blocks for the former, usable blocks for the latter.
+        Each is (arrival number, blocks): the requested blocks if it began, the usable blocks if it finished.
         """
         notes = tuple(self._begun), tuple(self._done)
         self._begun.clear()

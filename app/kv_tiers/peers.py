@@ -42,7 +42,7 @@ Copy = Callable[[Prefix | Snapshot, memoryview], bool]
 
 
 class Buffers(NamedTuple):
-    """A buffer for one block and one for a snapshot. The latter is empty if the model has no recurrent layers."""
+    """A buffer for a block and a buffer for a snapshot, which is empty if the model has no recurrent layers."""
 
     block: memoryview = memoryview(b"")
     snapshot: memoryview = memoryview(b"")
