@@ -196,7 +196,7 @@ def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
     known = computed_by(backend)
     if name not in known:
         if backend == "cpu" and has_shared_expert(model):
-            return "the C++ decoder has no shared expert"
+            return "the C++ decoder does not support shared experts"
         return f"{name} is none of {', '.join(sorted(known))}"
     if getattr(model, "is_quantized", False):
         return "its checkpoint is quantised, and transformers' own modules compute it"

@@ -205,7 +205,7 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
             lambda folder: write_pooling(folder, "cls_token", module="Dense"),
             "a module that is not supported: Dense",
         ),
-        (lambda folder: save_tiny_encoder("mistral", folder, num_labels=1), "attention asks for sliding_window"),
+        (lambda folder: save_tiny_encoder("mistral", folder, num_labels=1), "attention needs sliding_window"),
         (
             lambda folder: save_tiny_encoder(
                 "bert", folder, num_labels=1, sentence_transformers={"activation_fn": "os.system"}

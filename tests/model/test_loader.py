@@ -249,7 +249,7 @@ def test_weights_go_to_a_device_layer_by_layer_and_are_those_that_transformers_l
 def test_models_with_other_names_of_weights_are_loaded_by_transformers(tiny_model_path, caplog) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO")
     assert module_on_device(source_of(tiny_model_path("gpt2"))) is None
-    assert "its weights are read into the host's memory first" in caplog.text
+    assert "its weights are read into host memory first" in caplog.text
 
 
 def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -312,7 +312,7 @@ def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # ty
         ):
             model.verify_steps(TorchAttention(cache, model.device), few, "none")
     else:
-        what = {8: "a later piece of a prompt", 16: "single tokens", BESIDE: "tokens beside another sequence"}[wrong_at]
+        what = {8: "a later piece of a prompt", 16: "single tokens", BESIDE: "tokens alongside another sequence"}[wrong_at]
         with pytest.raises(UnsupportedModel, match=rf"with Poorly, of {what}, .*: the first layer's output"):
             model.verify_steps(attention, blocks, "none")
 

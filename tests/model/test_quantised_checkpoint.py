@@ -176,8 +176,8 @@ def test_weights_that_are_more_than_numbers_times_scales_are_left_to_transformer
         ({"quant_method": "eetq"}, "quantised by eetq, .*kernels"),
         ({"quant_method": "higgs"}, "quantised by higgs, .*only supported on GPU"),
         ({"quant_method": "spqr"}, "quantised by spqr, .*GPU is required"),
-        ({"quant_method": "their-own"}, "quantised by their-own, .*does not know it; it knows .*gptq"),
-        ({"bits": 4}, "quantised by unnamed, .*does not know it"),
+        ({"quant_method": "their-own"}, "quantised by their-own, .*does not support it, only .*gptq"),
+        ({"bits": 4}, "quantised by unnamed, .*does not support it"),
     ],
 )
 def test_others_are_refused_by_name_with_what_is_missing_and_the_fix(  # type: ignore[no-untyped-def]

@@ -100,7 +100,7 @@ def test_a_sequence_beside_another_is_compared_in_the_native_decoder(
     assert isinstance(load_native(tiny_model_path("llama")), NativeModel)
     monkeypatch.setattr(decoder, "build_segments", wrong)
     assert not isinstance(load(tiny_model_path("llama")), NativeModel)
-    assert "is allowed, for tokens beside another sequence" in caplog.text
+    assert "is allowed, for tokens alongside another sequence" in caplog.text
 
 
 def test_any_error_of_transformers_code_refuses_the_model_with_the_reason(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_token_without_a_number_shows_it_and_does_not_disturb_others(
 
 
 def test_a_shared_expert_is_left_to_transformers_code() -> None:
-    assert why_not_native(build_tiny_model("qwen2_moe")) == "the C++ decoder has no shared expert"
+    assert why_not_native(build_tiny_model("qwen2_moe")) == "the C++ decoder does not support shared experts"
 
 
 def test_experts_beside_an_mlp_are_left_to_transformers_code() -> None:

@@ -316,7 +316,7 @@ def test_a_model_that_no_backend_computes_is_refused_with_all_reasons(
     monkeypatch.setattr(
         "app.model.implementations.loaded_model.LoadedModel.difference_in_steps", lambda *_: "all is wrong"
     )
-    with pytest.raises(UnsupportedModel, match=r"runs with no backend here: graphs: .*all is wrong; eager: .*torch: "):
+    with pytest.raises(UnsupportedModel, match=r"no backend can run \S+ here: graphs: .*all is wrong; eager: .*torch: "):
         engine_of(small_path)
 
 
@@ -336,7 +336,7 @@ class TestLostDevices:
             self.now += 60
             reason = file.left_out()[GRAPHS]
             assert "it ended a replica 1 minutes ago, an illegal memory access" in reason, number
-            assert f"model.backend: {GRAPHS} tries it now" in reason
+            assert f"set model.backend: {GRAPHS} to try it now" in reason
             self.now += EXCLUDED_S
             assert file.left_out() == {}
         file.note([GRAPHS], "an illegal memory access")
@@ -454,7 +454,7 @@ def test_ranks_begin_with_a_backend_that_none_of_them_leaves_out(small_path: Pat
         ladder.agree(lambda number: min(number, next(said)))
         assert list_backends(ladder) == [LIBRARY, TORCH]
     assert next(said, None) is None
-    assert ladders[1].failed == {TRITON: "why"} | dict.fromkeys((GRAPHS, EAGER), "another rank leaves it out")
+    assert ladders[1].failed == {TRITON: "why"} | dict.fromkeys((GRAPHS, EAGER), "another rank excludes it")
 
 
 def test_a_reason_has_the_end_of_what_a_compiler_says() -> None:
@@ -488,7 +488,7 @@ def test_a_device_that_is_lost_while_a_backend_loads_is_noted(
     ladder = Ladder.of(config_of(small_path), gpu_device, driver="1", why_no_triton=None, is_shared=False)
     with (
         pytest.raises(
-            Failure, match=r"backend graphs does not work: the device is lost .*access\. The next start tries another"
+            Failure, match=r"backend graphs does not work: the device is lost .*access\. After a restart, another"
         ),
         ladder.trying(GRAPHS),
     ):
@@ -581,8 +581,8 @@ def test_a_crash_or_a_hang_ends_the_process_and_the_next_one_takes_another_backe
         patch.setattr("app.model.crash_notes.HANGS_S", HANGS_S)
         failed = serves(small_path, TRITON).failed  # without our decoder
     assert set(failed) == {GRAPHS, EAGER}
-    assert f"ago, at the load, {reason}" in failed[GRAPHS]
-    assert "model.backend: graphs tries it now" in failed[GRAPHS]
+    assert f"ago, while loading, {reason}" in failed[GRAPHS]
+    assert "set model.backend: graphs to try it now" in failed[GRAPHS]
 
 
 def test_a_process_that_ends_otherwise_is_not_taken_for_a_crash(small_path: Path, tmp_path: Path) -> None:

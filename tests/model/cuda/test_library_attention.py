@@ -47,7 +47,7 @@ def test_steps_have_the_tokens_of_generate(
     )  # fmt: skip
     if architecture in OTHERS:
         with pytest.raises(
-            InvalidSetup, match=r"library, and \S+ does not run that way here: library: .* has no softcap"
+            InvalidSetup, match=r"library, but it cannot run \S+ here: library: .* has no softcap"
         ):
             build_sync_engine(config)
         return
