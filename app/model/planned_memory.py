@@ -101,7 +101,7 @@ class DeviceMemory(NamedTuple):
 
 
 def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceMemory:
-    """Predict the memory of an engine that may sleep. Fast for a verified model on a CPU, without importing transformers.
+    """Predict the memory of an engine that may sleep. Fast for a verified model on a CPU, which needs no transformers.
 
     has_peers: as in `planned_cpu_memory`.
 

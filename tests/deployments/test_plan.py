@@ -288,4 +288,4 @@ def test_a_model_that_transformers_code_computes_on_a_cpu_is_refused(
 ) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
     assert plan(model, "--cpu", "16GiB") == 1
-    assert "is planned only where the native decoder computes it" in capsys.readouterr().err
+    assert "cannot be planned, because the native decoder does not support it" in capsys.readouterr().err

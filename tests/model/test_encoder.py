@@ -210,7 +210,7 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
             lambda folder: save_tiny_encoder(
                 "bert", folder, num_labels=1, sentence_transformers={"activation_fn": "os.system"}
             ),
-            "go through os.system; only",
+            "computes scores with os.system; only",
         ),
     ],
 )

@@ -64,7 +64,7 @@ def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
 
 
 def plain(rows: Rows) -> torch.Tensor:
-    """Return rows that the caller knows not to be in FP8, typed as a tensor."""
+    """Return rows as a tensor. They must not be in FP8."""
     assert isinstance(rows, torch.Tensor), "these rows are not in FP8"
     return rows
 
@@ -87,14 +87,14 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
 def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
     """Return why a device cannot compute in FP8, or None if it can. on_a_cpu: the settings to suggest for a CPU."""
     if not TritonAttention.fits(device):
-        return f"it runs on {device.type}; a CPU has {on_a_cpu}"
+        return f"it runs on {device.type}; a CPU supports {on_a_cpu}"
     if device.type != "cuda":
         return None  # a CPU with Triton's interpreter
     found = torch.cuda.get_device_capability(device)
     if found >= LEAST_CAPABILITY:
         return None
     least, own = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, found))
-    return f"{torch.cuda.get_device_name(device)} has compute capability {own}, and FP8 needs {least} or more"
+    return f"{torch.cuda.get_device_name(device)} has compute capability {own}, but FP8 needs {least} or higher"
 
 
 def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:

@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _mix(x):
-    """Mix the bits of a number by splitmix64 (Steele, Lea & Flood, 2014), as in `app/model/sampler.py`."""
+    """Mix the bits of a number with splitmix64 (Steele, Lea & Flood, 2014), as in `app/model/sampler.py`."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -160,7 +160,7 @@ def _edge(
     excess,  # the number of tokens with the key `least` that do not count
     most,
     scale,
-    is_mass: tl.constexpr,  # whether weights are summed up, and not tokens
+    is_mass: tl.constexpr,  # whether to sum weights instead of tokens
     unused,
     tile: tl.constexpr,
 ):
@@ -241,10 +241,10 @@ def draw_kernel(
     logits,  # [num_rows, vocab_size]
     row_stride,
     vocab_size,
-    # [num_rows, layout.size] int64: first byte of the mask (0: none), first int32 and number of changes, first int32
-    # and number of bans, address and number of entries, address of scratch memory (0: no logits change), position, and
-    # the numbers of `SamplingParams` (temperature 0: greedy). The bytes of masks and the int32 of changes and bans
-    # follow these rows.
+    # [num_rows, layout.size] int64: first byte of the mask (0 for none), first int32 and number of changes, first int32
+    # and number of bans, address and number of entries, address of scratch memory (0 if no logits change), position,
+    # and the numbers of `SamplingParams` (temperature 0 for greedy). These rows are followed by the bytes of masks and
+    # the int32 of changes and bans.
     rows,
     token_ids,  # [num_rows] int64
     layout: tl.constexpr,  # `ROW_LAYOUT` in `sampler.py`

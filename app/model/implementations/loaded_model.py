@@ -1,4 +1,4 @@
-"""The interface of a loaded model. Each implementation is a subclass in its own file beside this one."""
+"""The interface of a loaded model. Each implementation is a subclass in a file next to this one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LoadedModel(ABC):
         """Return the model with its layers grouped by their windows, or the model itself if that saves no memory.
 
         windows: by layer, in tokens. kept_beside: the number of tokens behind a window that kernels may still read.
-        is_of_one_shape: whether the layers must all have one shape to be divided into groups.
+        is_of_one_shape: whether all layers must have one shape to be divided into groups.
         """
         groups = LayerGroups.of(
             self.layers, windows, max_model_len=self.model_info.max_model_len, stored_by=self.groups.stored_by,
@@ -117,7 +117,7 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Return the bytes that the model needs beside KV memory. largest: the batch that needs the most memory."""
+        """Return the bytes that the model needs besides KV memory. largest: the batch that needs the most memory."""
 
     @abstractmethod
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
@@ -128,7 +128,7 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def verify_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> None:
-        """Run trial steps with the given attention and compare them with the reference; see `Reference.verify_steps`.
+        """Run trial steps with the given attention and compare them with the reference. See `Reference.verify_steps`.
 
         quantization: the type of the weights, or of the KV memory if that is quantised.
 
@@ -141,7 +141,7 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def difference_in_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> str | None:
-        """Return the first difference that `verify_steps` would raise, in words; None if all steps agree."""
+        """Return the first difference that `verify_steps` would raise, in words, or None if all steps agree."""
         assert self.reference is not None, "a model without a reference cannot be verified"
         return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)
 
@@ -150,13 +150,13 @@ class LoadedModel(ABC):
         raise NotImplementedError(f"{type(self).__name__} computes its attention itself")
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
-        """Return the forward pass on a GPU. num_layers: the layers to run before norm and head; 0 for all layers."""
+        """Return the forward pass on a GPU. num_layers: the number of layers to run before norm and head; 0 for all."""
         raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
 
     def why_not_on(self, backend: str) -> str | None:
-        """Return why a GPU backend cannot run this kind of model; None if it can."""
+        """Return why a GPU backend cannot run this kind of model, or None if it can."""
         if backend == GRAPHS and self.states:
-            return "steps of models with recurrent layers are not captured"
+            return "steps of models with recurrent layers cannot be captured"
         return None
 
     def plain_attention(
