@@ -67,7 +67,7 @@ class Checkpoint:
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
         """Return a weight or a part of it, or None if the files lack it. A tied head is read from the embedding.
 
-        Raises UnsupportedModel if the tensors of a packed weight do not fit each other.
+        Raises UnsupportedModel if the tensors of a packed weight do not fit together.
         """
         packed = self._packed(name)
         if packed is not None:
@@ -133,7 +133,7 @@ class Checkpoint:
         return numbers, of_rows
 
     def release(self) -> None:
-        """Free the pages of all weights read so far. Using such a weight again reads its file again."""
+        """Free the pages of all weights read so far. Using such a weight afterwards rereads its file."""
         for weight in self._used:
             advise(weight, mmap.MADV_DONTNEED)
         self._used.clear()
@@ -141,7 +141,7 @@ class Checkpoint:
     def has_weights_of(self, module: PreTrainedModel) -> bool:
         """Return whether the files contain every weight of a module by name and shape, in a supported type.
 
-        Raises UnsupportedModel if the tensors of a packed weight do not fit each other or the module.
+        Raises UnsupportedModel if the tensors of a packed weight do not fit together or do not fit the module.
         """
         is_tied = bool(module.config.tie_word_embeddings)
         for name, weight in by_expert(module.state_dict()).items():
@@ -164,7 +164,7 @@ class Checkpoint:
         try:
             found = packing.weight(name, self._mapped)
             if found is not None and expected not in (None, found.shape):
-                raise ValueError(f"{name} is {list(found.shape)} there, and {list(expected)} in the model")
+                raise ValueError(f"{name} is {list(found.shape)} there, but {list(expected)} in the model")
         except ValueError as error:
             raise UnsupportedModel(
                 f"{self._location}: its files do not fit its config.json ({packing}): {error}. Download them again, or "
@@ -223,7 +223,7 @@ class MappedModel:
         *,
         rank: int | None = None,
     ) -> None:
-        """device: the device to which requested weights are copied; None returns views of the files.
+        """device: the device to which requested weights are copied, or None to return views of the files.
         rank: if the module has been split, the rank that it belongs to. Only this rank's part of a weight is read.
         """
         self.module = module
@@ -310,7 +310,7 @@ class MappedModel:
         return joined
 
     def _placed(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._device is None else weight.to(self._device, copy=True)  # free of the file
+        return weight if self._device is None else weight.to(self._device, copy=True)  # independent of the file
 
 
 def _in_files(name: str) -> str:

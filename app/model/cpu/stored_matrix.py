@@ -46,7 +46,7 @@ class StoredMatrix:
         return self.pieces[0].blocks.new_zeros(shape, dtype=dtype or self.dtype)
 
     def in_runs(self, size: int, order: Callable[[int], Iterable[int]]) -> StoredMatrix:
-        """Return the matrix with its runs of `size` rows reordered. order: maps their number to the new order."""
+        """Return the matrix with its runs of `size` rows reordered. order: maps the number of runs to their order."""
         [piece] = self.pieces
         runs = torch.split(piece.blocks, size)
         return StoredMatrix(
@@ -78,7 +78,7 @@ def can_be_stored(kind: int) -> bool:
 
 
 def form_of(kind: int) -> int:
-    """Return the C++ code's bit for the way in which it rounds the inputs of such a matrix."""
+    """Return the C++ code's bit for how it rounds the inputs of such a matrix."""
     code = library()
     assert code is not None, "such a matrix is only computed in native code"
     form: int = code.carousel_stored_form(kind)

@@ -50,7 +50,7 @@ def write_verified(file: Path, verified: VerifiedModel) -> None:
         temporary.write_bytes(_VERIFIED_MODEL.dump_json(verified))
         temporary.replace(file)
     except OSError as error:
-        logger.warning("the model's next start will verify it again: %s cannot be written: %s", file, error)
+        logger.warning("the model will be verified again at its next start: %s cannot be written: %s", file, error)
 
 
 def digest_of_files(location: Path, *others: object) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PANEL = 2 * LANES  # columns of a packed matrix that are computed together; must match the C++ sources
-BITS = {"none": 0, "int8": 8, "int4": 4}  # bits of a weight, by model.quantization; 0: the model's type
+BITS = {"none": 0, "int8": 8, "int4": 4}  # bits of a weight, by model.quantization; 0 for the model's type
 _HEAD_BITS = 8  # for the head and tables if layers are quantised; must match the C++ sources
 GROUPS = {8: 64, 4: 32}  # inputs that share a scale, by bits; must match the C++ sources
 # Used in place of bits if matrices keep the types of a GGUF file. Also the lowest bit of `NativeWeights.weight_bits`.
@@ -154,7 +154,7 @@ class NativeWeights:
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None if tied, when rows are read from the head
+    embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None if tied, so that rows are read from the head
     per_layer_inputs: NativePerLayerInputs | None
     final_norm: PlacedTensor  # float32
     head: PlacedTensor
@@ -168,7 +168,7 @@ class NativeWeights:
         yield from _tensors_of(self)
 
     def layout(self, memory: ctypes.Array[Any]) -> bytes:
-        """Return a description of where the tensors are in `memory`, which must hold all of them, for `weights_at`."""
+        """Return a description of where the tensors are in `memory`, which must contain them all, for `weights_at`."""
         return _NATIVE_WEIGHTS.dump_json(self, context=memory)
 
 
@@ -207,7 +207,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         getattr(config, "hidden_size_per_layer_input", None) or 0,
     )  # fmt: skip
     odd = [n for n in sizes if n % LANES]
-    return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not" if odd else None
+    return f"sizes must be multiples of {LANES}, but {', '.join(map(str, odd))} are not" if odd else None
 
 
 class Allocate(Protocol):
@@ -326,7 +326,7 @@ class _Packing:
         return self.side_by_side(1, weights, bits=bits)[0]
 
     def side_by_side(self, count: int, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
-        """Allocate one memory for `count` joined matrices, as one may be smaller than a large page. Pack the first."""
+        """Allocate `count` joined matrices at once, because one may be smaller than a large page. Pack the first."""
         bits = self._bits if bits is None else bits
         shape, device = self._shape(weights, bits), weights[0].device
         packed = self._allocate(count, *shape, dtype=torch.int32, device=device)

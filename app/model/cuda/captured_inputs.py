@@ -46,7 +46,7 @@ def decode_size(num_rows: int) -> StepSize:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of sequences of decode steps to capture. Small ones are dense, because padding costs most there."""
+    """Return the sizes of decode steps to capture, in sequences. Small sizes are dense: padding costs most there."""
     largest = min(max_rows, _MAX_ROWS)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)]
     return (*(size for size in ladder if size < largest), largest)

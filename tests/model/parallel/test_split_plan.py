@@ -91,7 +91,7 @@ def test_what_the_ranks_cannot_share_is_refused_with_the_numbers() -> None:
 
 def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
     model = build_tiny_model("gpt2")
-    with pytest.raises(UnsupportedModel, match=r"tiny \(gpt2\) cannot be divided among 2 ranks: transformers has no"):
+    with pytest.raises(UnsupportedModel, match=r"tiny \(gpt2\) cannot be split among 2 ranks: transformers has no"):
         SplitPlan(model, FakeGroup(), path="tiny")  # type: ignore[arg-type]
 
 
