@@ -41,9 +41,7 @@ class Abilities:
     def __str__(self) -> str:
         """Return one line for a log or a terminal that lists the unsupported abilities with their reasons."""
         refused = "; ".join(f"{ability} ({reason})" for ability, reason in self.why_not().items())
-        return (
-            f"{self.architecture} does not support {refused}" if refused else f"{self.architecture} supports everything"
-        )
+        return f"{self.architecture} lacks {refused}" if refused else f"{self.architecture} supports everything"
 
     def _why_no_decoder(self, backend: Backend) -> str | None:
         described = ARCHITECTURES.get(self.architecture)

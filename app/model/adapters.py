@@ -321,8 +321,7 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     if missing:
         unknown, known = (sorted({linear.rpartition(".")[2] for linear in each}) for each in (missing, linears))
         raise UnsupportedAdapter(
-            f"it adapts {', '.join(unknown):.200} ({missing[0]:.120}); in this model, only {', '.join(known)} "
-            "can be adapted"
+            f"it adapts {', '.join(unknown):.200} ({missing[0]:.120}); here, only {', '.join(known)} can be adapted"
         )
     ranks = _ByLayer("rank_pattern", config.rank_pattern, config.r)
     alphas = _ByLayer("alpha_pattern", config.alpha_pattern, config.lora_alpha)
@@ -390,8 +389,7 @@ def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Size
     if found != wanted:
         raise UnsupportedAdapter(
             f"{linear} has factors of {_shape(found[0])} and {_shape(found[1])}; with rank {rank}, this model needs "
-            f"{_shape(wanted[0])} and {_shape(wanted[1])}: the adapter is for another model, or {CONFIG} for another "
-            "adapter"
+            f"{_shape(wanted[0])} and {_shape(wanted[1])}: it is for another model, or {CONFIG} is for another adapter"
         )
     for factor in (down, up):
         if factor.dtype not in _DTYPES:

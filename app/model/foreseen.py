@@ -45,9 +45,8 @@ def _numbers_in(name: str) -> list[str]:
 def check_model(config: ModelConfig) -> None:
     """Check the files of a local model. For a hub id, only the path itself is checked, without network access.
 
-    Raises InvalidSetup if the path does not exist, if the folder or GGUF file contains no model, or if the configured
-    context is longer than the model's. Raises UnsupportedModel if the model cannot be served. The message names the
-    file and the fix.
+    Raises InvalidSetup, which names the file and the fix, if the path does not exist, the files contain no model, or
+    the configured context is longer than the model's. Raises UnsupportedModel if the model cannot be served.
     """
     check_path(config.path)
     place = existing_place(config.path)
@@ -69,9 +68,7 @@ def check_path(path: str) -> None:
     if path.startswith(("/", ".", "~")) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):
         raise InvalidSetup(f"got {path!r}; there is no such folder or file here{hint}")
     if not _HUB_ID.fullmatch(path):
-        raise InvalidSetup(
-            f"got {path!r}; there is no such folder here, and it is not a hub id such as Qwen/Qwen3-0.6B"
-        )
+        raise InvalidSetup(f"got {path!r}; there is no such folder here, and hub ids look like Qwen/Qwen3-0.6B")
 
 
 def check_can_be_asked(path: str) -> None:
@@ -89,9 +86,7 @@ def check_can_be_asked(path: str) -> None:
         if not try_to_load_from_cache(path, file):
             get_hf_file_metadata(hf_hub_url(path, file))
     except HFValidationError as error:
-        raise InvalidSetup(
-            f"got {path!r}; there is no such folder here, and it is not a valid hub id: {error}"
-        ) from error
+        raise InvalidSetup(f"got {path!r}; there is no such folder here, and it is not a hub id: {error}") from error
     except HfHubHTTPError:  # the hub responded, so it can be reached
         return
     except Exception as error:  # the error's class depends on the version of huggingface_hub
@@ -142,19 +137,13 @@ def _check_folder(config: ModelConfig, folder: Path) -> None:
     if kind is not None and known and kind not in known:
         close = difflib.get_close_matches(str(kind), known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "; a newer version may support it"
-        raise UnsupportedModel(
-            f"{folder}/config.json: model_type {kind!r} is unknown to the installed version of transformers{hint}"
-        )
+        raise UnsupportedModel(f"{folder}/config.json: model_type {kind!r} is unknown to transformers here{hint}")
     limit = next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)
     if limit is not None:
         max_model_len(config, limit)
     if not any(_weight_files(folder)):
         others = sorted(each.name for each in folder.glob("*.bin"))
-        what = (
-            f"{others[0]} is not supported; only safetensors files are read"
-            if others
-            else "there is no model*.safetensors"
-        )
+        what = f"{others[0]} is not read, only safetensors are" if others else "there is no model*.safetensors"
         raise InvalidSetup(f"{folder} has no weights: {what}")
     if not any(folder.glob("token*")) and not (folder / "vocab.json").is_file():
         raise InvalidSetup(f"{folder} has no tokenizer: there is no tokenizer.json")

@@ -191,9 +191,7 @@ class Ladder:
     config: EngineConfig
     device: torch.device
     lost: LostDevices
-    is_shared: bool = (
-        False  # whether ranks share one backend; if it fails, all ranks end, and it is skipped after a restart
-    )
+    is_shared: bool = False  # whether ranks share one backend; its failure ends all ranks and excludes it at restart
     has_own_decoder: bool = True  # whether our decoder may run the model; assumed until the model is loaded
     has_weights: bool = False  # whether the model is loaded
     failed: dict[str, str] = field(default_factory=dict)  # why a backend, or a part of one, does not work
@@ -303,8 +301,7 @@ class Ladder:
         backends = [*backends]
         self.lost.note(backends, f"{_AT_LOAD}{reason}")
         raise Failure(
-            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. After a restart, "
-            "another one is tried"
+            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. A restart tries another one"
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:

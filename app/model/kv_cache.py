@@ -317,9 +317,8 @@ def num_blocks_that_fit(
                 f"first token needs {num_groups} blocks. Raise it"
             )
         return config.num_blocks
-    if (
-        gpu_bytes is not None and not layers
-    ):  # blocks without layers use only host memory, while the states are on the GPU
+    # Blocks without layers use only host memory, while the states are on the GPU.
+    if gpu_bytes is not None and not layers:
         gpu_bytes, taken_bytes = None, 0
     given, memory_bytes = _given(config, gpu_bytes)
     memory_bytes -= taken_bytes

@@ -46,9 +46,8 @@ class PooledStates:
         pooled = [item for item in batch.scheduled if item.pooling is not None]
         self._request_ids = [item.request_id for item in pooled]
         sizes = [len(item.token_ids) if item.pooling == Pooling.MEAN else 1 for item in pooled]
-        self.sums = torch.stack(
-            [part.float().sum(dim=0) for part in torch.split(hidden, sizes)]
-        )  # [num_pooled, hidden_size]
+        # [num_pooled, hidden_size]
+        self.sums = torch.stack([part.float().sum(dim=0) for part in torch.split(hidden, sizes)])
 
     def result(self, sums: torch.Tensor) -> dict[str, list[float]]:
         """Return the sums by request id. sums: `self.sums` on the host."""

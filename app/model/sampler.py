@@ -136,9 +136,8 @@ def _penalise_repetition(logits: torch.Tensor, entries: Sequence[tuple[int, arra
     penalties = to_device([penalty for _, _, penalty in entries], logits.device, torch.float32)
     penalties = penalties.repeat_interleave(lengths, output_size=len(places))
     before = flat[places]
-    flat[places] = torch.where(
-        before > 0, before / penalties, before * penalties
-    )  # a token listed twice gets the same value twice
+    # A token that is listed twice is set to the same value twice.
+    flat[places] = torch.where(before > 0, before / penalties, before * penalties)
 
 
 def _add(logits: torch.Tensor, entries: Sequence[tuple[int, array[int], array[float]]]) -> None:

@@ -252,9 +252,7 @@ def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConf
             f"(looked at {location!r}): {first_line(error)}"
         ) from error
     if getattr(found, "is_encoder_decoder", False):
-        raise UnsupportedModel(
-            f"{config.path} is an encoder-decoder model ({found.model_type}), which is not supported"
-        )
+        raise UnsupportedModel(f"{config.path} is an unsupported encoder-decoder model ({found.model_type})")
     return found
 
 

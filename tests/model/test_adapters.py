@@ -221,7 +221,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("model", "message"),
         [
-            ({"hidden_size": 128}, r"factors of 4 × 64 and 128 × 4; .*the adapter is for another model"),
+            ({"hidden_size": 128}, r"factors of 4 × 64 and 128 × 4; .*it is for another model"),
             ({"num_hidden_layers": 3}, r"it adapts .*layers\.2"),
         ],
     )

@@ -55,8 +55,8 @@ def test_facts_come_from_the_model(tiny_model_path) -> None:  # type: ignore[no-
         ({"dtype": "bfloat16", "architectures": ["GPT2LMHeadModel"]}, {}, True, "float32", "computes GPT2LMHeadModel"),
         ({"dtype": "float16"}, {}, True, "float32", "float16, which bfloat16 would round"),
         ({"dtype": "float32"}, {}, True, "float32", "the checkpoint's own"),
-        ({}, {}, True, "float32", "names no other"),
-        ({"dtype": "float32"}, {"dtype": "bfloat16"}, True, "bfloat16", r"model\.dtype says so"),
+        ({}, {}, True, "float32", "specifies no other"),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, True, "bfloat16", r"set by model\.dtype"),
     ],
 )
 def test_the_type_follows_from_checkpoint_and_machine(  # type: ignore[no-untyped-def]

@@ -292,9 +292,8 @@ class MappedModel:
     def _fill(self, name: str, part: nn.Module, _arguments: Any = ()) -> None:
         weights = {own: given(self, _in_files(f"{name}.{own}")) for own in part.state_dict()}
         part.load_state_dict(weights, assign=True)
-        if (
-            scale := getattr(part, "scalar_embed_scale", None)
-        ) is not None:  # Gemma's embedding scale, which is not in the files
+        # Gemma's embedding scale is not in the files.
+        if (scale := getattr(part, "scalar_embed_scale", None)) is not None:
             part.embed_scale = torch.tensor(scale, device=self._device)
 
     def _empty(self, part: nn.Module, _arguments: Any, _output: Any) -> None:

@@ -71,9 +71,7 @@ class TritonAttention:
         self.groups = groups
         self.batch_invariant = batch_invariant
         self.device = device
-        self.scratch_slot = (
-            num_blocks * block_size
-        )  # the first slot of an extra block for tokens that belong to no sequence
+        self.scratch_slot = num_blocks * block_size  # the first slot of an extra block for padding tokens
         self.cache = KVCache(layers, num_blocks=num_blocks + 1, block_size=block_size, dtype=dtype, device=device)
         self.kv_tensors = self.cache.tensors
         self.tables = BlockTables(

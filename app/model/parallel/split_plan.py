@@ -175,9 +175,7 @@ class SplitPlan:
 
     def _add_hook(self, module: nn.Module, style: str) -> None:
         group = self._group
-        if (
-            style == "moe_identity_expert"
-        ):  # every rank computes this expert, so its input is divided by the number of ranks
+        if style == "moe_identity_expert":  # all ranks run this expert, so divide its input by the number of ranks
             module.register_forward_pre_hook(lambda _module, given: (given[0] / group.size, *given[1:]))
             return
 

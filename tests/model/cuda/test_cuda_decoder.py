@@ -198,7 +198,7 @@ def test_shares_of_experts_and_shared_experts_are_those_of_transformers_code(
     ("architecture", "changes", "reason"),
     [
         ("gemma2", {}, "Gemma2ForCausalLM is none of Llama"),
-        ("qwen3_moe", {"hidden_act": "gelu"}, "its MLP is activated by gelu, not silu"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "its MLP uses the activation gelu, not silu"),
     ],
 )
 def test_a_model_that_it_does_not_know_runs_on_transformers_code(

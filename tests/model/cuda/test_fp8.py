@@ -267,7 +267,7 @@ class TestRefused:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
         reason = r"NVIDIA A100 has compute capability 8\.0, but FP8 needs 8\.9 or higher\. Set .* to none"
-        with pytest.raises(InvalidSetup, match=f"only the decoder for CUDA computes; .*{reason}"):
+        with pytest.raises(InvalidSetup, match=f"only the decoder for CUDA supports; .*{reason}"):
             load(tiny_model_path("llama"))
 
     def test_a_cpu(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
