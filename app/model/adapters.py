@@ -168,7 +168,7 @@ class PeftConfig(BaseModel):
     bias: str = "none"
 
     def why_not(self) -> str | None:
-        """Return the first unsupported feature, in words; None if all features are supported."""
+        """Return the first unsupported feature, in words, or None if all are supported."""
         if self.peft_type != "LORA":
             return f"peft_type is {self.peft_type[:40]}; only LORA is supported"
         if self.bias != "none":

@@ -146,7 +146,7 @@ def check_call(step: object, attention_mask: torch.Tensor | None, others: Mappin
     if step is None:
         raise NoStep("the model does not pass forward keyword arguments to its attention layers")
     if attention_mask is not None:
-        raise UnknownAttention("the model adds an attention mask of its own")
+        raise UnknownAttention("the model adds its own attention mask")
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     if unknown:
         raise UnknownAttention(f"attention needs {', '.join(sorted(unknown))}, which is not implemented")
@@ -183,7 +183,7 @@ class PagedAttention(Protocol):
     """KV memory and the code that attends over it. The backend of an engine determines the implementation."""
 
     block_size: int
-    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension counts the blocks
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is the block
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         """Return the attention of all layers for the next forward pass."""
@@ -330,8 +330,7 @@ def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
 def _causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, start: int, rules: AttentionRules
 ) -> torch.Tensor:
-    """Attend causally. query: [num_tokens, num_heads, dim], at positions from `start` on; keys, values: [length,
-    num_kv_heads, dim]."""
+    """Attend causally from position `start` on. query: [num_tokens, num_heads, dim]; keys: [length, num_kv_heads, dim]."""
     at = torch.arange(keys.shape[0], device=keys.device)
     number = max(1, BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
     parts = []

@@ -35,8 +35,7 @@ class ModelDescription:
 def read_description(config: ModelConfig, location: str) -> ModelDescription:
     """Read config.json, generation_config.json and the tokenizer of a folder or hub id.
 
-    Raises:
-        InvalidSetup: a file or a required value is missing, or cannot be read.
+    Raises InvalidSetup if a file or a required value is missing or cannot be read.
     """
     whole = read_config(config, location)
     text: dict[str, Any] = whole.get("text_config") or whole
@@ -98,8 +97,7 @@ def sentence_settings(config: ModelConfig, location: str) -> SentenceSettings:
 def max_model_len(config: ModelConfig, limit: int | None) -> int:
     """Return the maximum of prompt plus output tokens: `config.max_model_len` if set, otherwise the model's limit.
 
-    Raises:
-        InvalidSetup: both are unknown, or the configured number exceeds the model's limit.
+    Raises InvalidSetup if both are unknown, or if the configured number exceeds the model's limit.
     """
     asked = config.max_model_len
     longest = asked if asked is not None else limit

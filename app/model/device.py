@@ -30,9 +30,8 @@ _SIGNS_OF_A_CARD = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 def device_of(config: ModelConfig) -> torch.device:
     """Return the device that the model runs on.
 
-    Raises:
-        InvalidSetup: the device does not exist, or `auto` finds a card that this torch cannot use though it is built
-            for CUDA. Falling back to the CPU would then hide a broken installation.
+    Raises InvalidSetup if the device does not exist, or if `auto` finds a card that a torch built for CUDA cannot use,
+    because falling back to the CPU would hide a broken installation.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -84,7 +83,7 @@ def driver_version() -> str:
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """Return the predicate of a sentence about Triton, with the missing package and a remedy; None if it works.
+    """Return the predicate of a sentence about Triton, with the missing package and a remedy, or None.
 
     Triton needs a C compiler: it builds a launcher for each of its kernels, see `triton/runtime/build.py`.
     """
@@ -130,8 +129,7 @@ class ChosenDtype(NamedTuple):
 def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """Return the configured type; for `auto`, bfloat16 on CUDA, and the checkpoint's type on a CPU if that is fast.
 
-    Raises:
-        InvalidSetup: see `device_of`.
+    Raises InvalidSetup like `device_of`.
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "set by model.dtype")

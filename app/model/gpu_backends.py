@@ -1,6 +1,6 @@
 """The backends for a GPU, best first. A replica uses the first one that works. See docs/design/gpu.md.
 
-If a kernel does not compile, the driver refuses a launch, or a step computes wrong numbers, the replica tries the next
+If a kernel does not compile, the driver rejects a launch, or a step computes wrong numbers, the replica tries the next
 backend. The last one is plain torch.
 
 After some CUDA errors a process can no longer use its device, and a crash or a hang ends the process. A file records
@@ -118,7 +118,7 @@ def is_lost(device: torch.device) -> bool:
 # By setup and backend: the times of the last losses (`time.time`), and the reason for the last one.
 _Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
 _SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
-# A process's note for the case of a crash: its setup, the backends to record, and the prefix of the reason.
+# The note that a process leaves for a crash: its setup, the backends to record, and the prefix of the reason.
 _WORK: TypeAdapter[tuple[str, list[str], str]] = TypeAdapter(tuple[str, list[str], str])
 
 
@@ -288,7 +288,7 @@ class Ladder:
             self.failed[part] = reason
 
     def fail(self, backends: Iterable[str], reason: str) -> None:
-        """Record that these backends do not work. Raises Failure on ranks, because the others wait for this one."""
+        """Record that these backends do not work. Raises Failure on ranks, because the other ranks wait."""
         if self.is_shared:
             self._end(backends, reason)
         for backend in backends:

@@ -12,7 +12,7 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 
 
 class HostBlocks(BlockMemory, BlockCopies):
-    """Access by block to the tensors of a CPU's KV memory, and by slot to the states of recurrent layers (`states`).
+    """Gives access to a CPU's KV memory by block, and to the states of recurrent layers by slot (`states`).
 
     A thread that is waiting for a folder or another replica may keep this object alive, so `release` drops the tensors.
     """

@@ -1,4 +1,4 @@
-"""Checks that this machine has enough memory for the replicas on its CPUs. No torch here."""
+"""Checks that this machine has enough memory for the replicas on its CPUs. Imports no torch."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroups:
-    """Divides a model's layers into groups, each of which stores keys and values in blocks of its own.
+    """Divides a model's layers into groups, each of which stores keys and values in its own blocks.
 
     Without windows, all layers form one group, and a block has a place for each layer. With windows, the first group
     contains the layers without a window, and a block has a place for each of them. Every other group contains just
@@ -172,12 +172,11 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of all layers, including scales. The first dimension counts the blocks."""
+        """The tensors of all layers, including scales. The first dimension is the block."""
         return [*self._keys.values(), *self._values.values(), *self.scales.values()]
 
     @property
     def in_fp8(self) -> bool:
-        """Whether keys and values are stored in FP8."""
         return bool(self.scales)
 
     def layer(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,7 +239,7 @@ def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers. dtype: the model's type.
+    """Return the bytes of one block for all layers. dtype: the model's type.
 
     Without attention layers, returns the bytes of a block's bookkeeping on the host.
     """
@@ -274,8 +273,7 @@ def num_state_slots_that_fit(
 
     state_bytes: bytes of one slot. gpu_bytes: as in `num_blocks_that_fit`.
 
-    Raises:
-        InvalidSetup: the derived slots leave no memory for keys and values.
+    Raises InvalidSetup if the slots leave no memory for keys and values.
     """
     given, memory_bytes = _given(config, gpu_bytes)
     number = num_state_slots(state_bytes, max_running=max_running, memory_bytes=memory_bytes)
@@ -302,13 +300,11 @@ def num_blocks_that_fit(
     """Return the number of blocks in the pool: as configured, or derived from the memory settings.
 
     layers, dtype: the shapes in a block, and the model's type. num_groups: groups of layers, each with its own blocks.
-
-    gpu_bytes: the bytes that a GPU has left for KV memory (`memory.py`); None on a CPU.
+    gpu_bytes: the bytes that a GPU has left for KV memory (`memory.py`), or None on a CPU.
     draft_bytes: the bytes that a draft model adds to each block.
     taken_bytes: the part of the memory that the states of recurrent layers use.
 
-    Raises:
-        InvalidSetup: not even one block of each group fits.
+    Raises InvalidSetup if not even one block of each group fits.
     """
     if config.num_blocks is not None:
         if config.num_blocks < num_groups:

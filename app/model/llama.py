@@ -52,7 +52,7 @@ class RecurrentSettings:
 
     @property
     def keys_size(self) -> int:
-        """The numbers in one token's keys, and in its queries."""
+        """How many numbers one token's keys contain, and also its queries."""
         return self.num_key_heads * self.key_dim
 
     @property
@@ -100,7 +100,7 @@ class LayerSettings:
 
     @property
     def kv_size(self) -> int:
-        """The numbers in one token's keys, and in its values."""
+        """How many numbers one token's keys contain, and also its values."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -148,7 +148,7 @@ class DecoderSettings:
         return self.num_heads * layer.head_dim * (2 if self.described.gates_attention else 1)
 
     def projected_size(self, layer: LayerSettings) -> int:
-        """Return the numbers per token that a mixer's input projections output together."""
+        """Return how many numbers per token a mixer's input projections output in total."""
         if layer.mixer == "short_convolution":
             return 3 * self.hidden_size
         if layer.mixer == "gated_delta_rule":
@@ -156,7 +156,7 @@ class DecoderSettings:
         return self.query_outputs(layer) + (2 * layer.kv_size if layer.stored_by is None else 0)
 
     def mixed_size(self, layer: LayerSettings) -> int:
-        """Return the numbers per token that a mixer passes to its output projection."""
+        """Return how many numbers per token a mixer passes to its output projection."""
         if layer.mixer == "short_convolution":
             return self.hidden_size
         return self.recurrent.values_size if layer.mixer == "gated_delta_rule" else self.num_heads * layer.head_dim
@@ -169,7 +169,7 @@ class DecoderSettings:
         return self.hidden_size
 
     def attention_layers(self) -> dict[int, LayerShape]:
-        """Return the shapes of keys and values, by the layers that store their own."""
+        """Return the shapes of keys and values by layer, for the layers that store their own."""
         return {
             index: layer.kv_shape
             for index, layer in enumerate(self.layers)

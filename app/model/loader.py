@@ -166,10 +166,7 @@ def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int)
 
 
 def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int | None) -> tuple[LoadedModel, int]:
-    """Add state slots to the model info, if the model needs them. Returns the model and the bytes of all slots.
-
-    gpu_bytes: as in `num_state_slots_that_fit`.
-    """
+    """Return the model with state slots, if needed, and their bytes. gpu_bytes: as in `num_state_slots_that_fit`."""
     number, of_state = _num_state_slots(config, model.states, gpu_bytes), state_bytes(model.states)
     if not of_state:
         return model, 0

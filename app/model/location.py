@@ -58,7 +58,6 @@ def has_chat_template(path: str) -> bool:
 
 def folder_seen_from_here(path: str) -> str:
     """Return the local folder that a path refers to, or the path itself, which is then a hub id."""
-    # os.path is used because Path.is_dir raises OSError for a name that is too long.
     return next((str(place) for place in _places(path) if os.path.isdir(place)), path)
 
 

@@ -89,7 +89,7 @@ class JoinedPart(nn.Module):
 
 @torch.inference_mode()
 def pack_linear_layers(model: nn.Module) -> int:
-    """Replace a CPU model's linear layers by packed ones, in place. Returns the number of replaced layers."""
+    """Replace a CPU model's linear layers with packed ones, in place. Returns the number of replaced layers."""
     for dtype in {module.weight.dtype for module in model.modules() if type(module) is nn.Linear}:
         if not _operators_work(dtype):
             logger.warning(

@@ -93,7 +93,7 @@ class Packing:
             num_inputs *= per_word
         size = self.group_size or num_inputs
         if num_inputs % size:
-            raise ValueError(f"{names[0]} has {num_inputs} inputs, which is no multiple of the group size {size}")
+            raise ValueError(f"{names[0]} has {num_inputs} inputs, which is not a multiple of the group size {size}")
         num_groups = num_inputs // size
         for part, tensor, shape, is_needed in (
             (names[1], scales, [num_outputs, num_groups], True),

@@ -103,10 +103,7 @@ class DeviceMemory(NamedTuple):
 def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceMemory:
     """Predict the memory of an engine that may sleep. Fast for a verified model on a CPU, which needs no transformers.
 
-    has_peers: as in `planned_cpu_memory`.
-
-    Raises:
-        InvalidSetup: the engine's memory cannot be planned, so the engine must not sleep.
+    has_peers: as in `planned_cpu_memory`. Raises InvalidSetup if its memory cannot be planned.
     """
     cache = config.cache
     if device_of(config.model).type == "cpu":

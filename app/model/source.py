@@ -67,10 +67,8 @@ def reason_of(error: BaseException) -> str:
 def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[None]:
     """Wrap code that inspects or loads a model. Turns unexpected errors into UnsupportedModel.
 
+    CarouselError, BackendFailed and failures of the machine are raised unchanged.
     path: the model's path, for the message. group: the ranks that load the model together.
-
-    Raises:
-        UnsupportedModel: in place of any error that is neither a CarouselError nor a failure of the machine.
     """
     try:
         yield
@@ -318,7 +316,7 @@ def _read_generation_config(source: ModelSource, module: PreTrainedModel) -> Non
 def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """Return the module that `make` builds with our attention, or with "eager" if the model's code rejects ours.
 
-    Such code looks attention functions up in a table of its own, see `own_attention`. make: receives the name of an
+    Such code looks up attention functions in its own table, see `own_attention`. make: receives the name of an
     attention function.
     """
     try:
@@ -374,7 +372,7 @@ def read_module(source: ModelSource) -> PreTrainedModel:
 
 
 def fix_positions_of(source: ModelSource, module: PreTrainedModel) -> None:
-    """Fix positions for the longest served sequence. If that is unknown, the model will be refused later."""
+    """Fix positions for the longest served sequence. If that is unknown, the model will be rejected later."""
     if known := source.config.max_model_len or length_limit(module):
         fix_positions(module, known)
 

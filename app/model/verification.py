@@ -177,10 +177,7 @@ class Reference:
         """Verify every form of step: the first and later pieces of a prompt, single tokens, and tokens alongside
         another sequence. The later pieces reveal layers with unknown state.
 
-        how, quantization: as in `verify`.
-
-        Raises:
-            UnsupportedModel: results differ by more than rounding errors.
+        how, quantization: as in `verify`. Raises UnsupportedModel if results differ by more than rounding errors.
         """
         for what, expected, computed in self._in_steps(compute, blocks):
             expected.verify(f"{how}, of {what},", computed, quantization)

@@ -133,7 +133,7 @@ class Checkpoint:
         return numbers, of_rows
 
     def release(self) -> None:
-        """Free the pages of all weights read so far. Using such a weight afterwards rereads its file."""
+        """Free the pages of all weights read so far. Using one of them afterwards rereads its file."""
         for weight in self._used:
             advise(weight, mmap.MADV_DONTNEED)
         self._used.clear()

@@ -78,7 +78,7 @@ def can_be_stored(kind: int) -> bool:
 
 
 def form_of(kind: int) -> int:
-    """Return the C++ code's bit for how it rounds the inputs of such a matrix."""
+    """Return the C++ code's bit for how it rounds inputs for matrices of a type."""
     code = library()
     assert code is not None, "such a matrix is only computed in native code"
     form: int = code.carousel_stored_form(kind)

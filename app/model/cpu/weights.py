@@ -160,7 +160,7 @@ class NativeWeights:
     head: PlacedTensor
     dtype: PlacedDtype  # the type of everything that is not quantised
     # Bits of the layers' matrices, or 0 if no matrix is quantised. Below 4, matrices keep the types of a GGUF file, and
-    # the bits of this number tell how inputs are rounded, see `form_of`.
+    # the bits of this number encode how inputs are rounded, see `form_of`.
     weight_bits: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -408,7 +408,7 @@ _CONVOLUTIONS: dict[Mixer, str] = {"short_convolution": "conv.conv", "gated_delt
 
 
 def _norm(weights: Weights, pack: _Packing, settings: DecoderSettings, name: str) -> torch.Tensor | None:
-    """Return a norm's weight as float32, including the architecture's offset; None if the layer has no such norm."""
+    """Return a norm's weight as float32, including the architecture's offset, or None if the layer lacks the norm."""
     weight = weights(f"{name}.weight") if name else None
     return None if weight is None else pack.in_float32(weight.float() + settings.described.norm_offset)
 

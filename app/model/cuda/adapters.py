@@ -89,7 +89,7 @@ class _StackedUpdates:
         )
 
     def write(self, slot: int, updates: Sequence[LowRankUpdate | None]) -> None:
-        """Copy one adapter's updates to a slot. updates: one for each part, on the host; None for an unchanged part."""
+        """Copy one adapter's updates to a slot. updates: one on the host for each part, or None for unchanged parts."""
         ups = torch.split(self.up[slot], list(self.outputs))
         for part, (update, up) in enumerate(zip(updates, ups, strict=True)):
             self.ranks[part, slot] = 0 if update is None else update.rank

@@ -44,7 +44,7 @@ class DeviceBlocks(BlockMemory):
         return self._table is not None
 
     def suspend(self) -> None:
-        """Refuse all copies until `resume`. Call before the memory is freed; blocks until a running copy is done."""
+        """Reject all copies until `resume`. Call before the memory is freed. Blocks until a running copy is done."""
         with self._lock:
             self._table = None
 

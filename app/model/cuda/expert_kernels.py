@@ -35,7 +35,7 @@ def route_kernel(
     row = scores + token.to(tl.int64) * (num_routed + (num_shared > 0))
     at = tl.arange(0, experts_padded)
     score = tl.load(row + at, mask=at < num_routed, other=0.0).to(tl.float32)
-    # NaN and infinity become 0, so that such a token still gets distinct experts: a list has room for each token once.
+    # NaN and infinity become 0, so that the token still gets distinct experts: a list has room for each token once.
     score = tl.where(tl.abs(score) < float("inf"), score, 0.0)
     score = tl.where(at < num_routed, score, float("-inf"))
     likely = tl.exp(score - tl.max(score, 0))

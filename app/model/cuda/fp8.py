@@ -27,7 +27,7 @@ LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 
 
 class Fp8Rows(NamedTuple):
-    """FP8 numbers with a scale for each row. A row holds the weights of an output or the inputs of a token."""
+    """FP8 numbers with a scale for each row. A row contains the weights of an output or the inputs of a token."""
 
     values: torch.Tensor  # [num_rows, size]
     scales: torch.Tensor  # [num_rows, 1] float32

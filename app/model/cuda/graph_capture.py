@@ -32,8 +32,7 @@ class CudaCapture:
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Record the device work of `function`. Returns a function that replays the work and returns the same tensor.
 
-        Raises:
-            RuntimeError: `function` waits for the device or reads from the device.
+        Raises RuntimeError if `function` waits for the device or reads from the device.
         """
         stream = torch.cuda.current_stream(self._device)
         # Restore the current stream in any case: a failed capture leaves its own stream current.

@@ -111,7 +111,7 @@ class GraphModelRunner(LeadingRunner):
         self._capture = capture  # None after `prepare`
         self._captured_by = capture
         self._ladder: Ladder | None = None
-        self._away: HostCopy | None = None  # holds the weights while this runner sleeps
+        self._away: HostCopy | None = None  # stores the weights while this runner sleeps
         self._blocks: DeviceBlocks | None = None  # created by the first call of `kv_memory`
         self._finding_loss = DeviceLossGuard(synchronize)
 
@@ -222,10 +222,9 @@ class GraphModelRunner(LeadingRunner):
         return self.launch(batch).result()
 
     def launch(self, batch: StepBatch) -> LaunchedStep:
-        """Queue a step. A token id -1 - n stands for the n-th token that the previously launched step draws.
+        """Queue a step. A token id of -1 - n means the n-th token that the previously launched step draws.
 
-        Raises:
-            DeviceLost: this process can no longer use the device. `LaunchedStep.result` raises the same error.
+        Raises DeviceLost, like `LaunchedStep.result`, if this process can no longer use the device.
         """
         self.prepare()
         with self._finding_loss, self._ranks.watched():

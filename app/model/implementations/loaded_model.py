@@ -132,8 +132,7 @@ class LoadedModel(ABC):
 
         quantization: the type of the weights, or of the KV memory if that is quantised.
 
-        Raises:
-            UnsupportedModel: the results differ by more than rounding.
+        Raises UnsupportedModel if the results differ by more than rounding.
         """
         assert self.reference is not None, "attention that is not Triton's is verified when the model is loaded"
         how = f"with {type(attention).__name__}"

@@ -112,8 +112,7 @@ class Ranks:
             a SYNC.
         step_timeout_s, start_timeout_s: the limits for a step, and for each of connecting, loading and capturing.
 
-        Raises:
-            CarouselError: a rank has ended with this error, or hangs and is named in the message.
+        Raises the CarouselError with which a rank ended, or one that names a rank that hangs.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="carousel-ranks-"))
         store = self._folder / "store"
@@ -285,7 +284,7 @@ class Ranks:
             raise told or Failure(f"the ranks cannot start: {reason}") from error
 
     def _missing(self) -> str | None:
-        """Name the ranks that the others wait for, or return None if no rank lags behind."""
+        """Name the ranks that other ranks are waiting for, or return None if no rank lags behind."""
         ranks = [self._awaited] if self._awaited is not None else self._counts.missing()
         return " and ".join(f"rank {rank}" for rank in ranks) or None
 

@@ -1,6 +1,6 @@
 """Encodes a step's inputs for the other ranks, as columns of 32-bit numbers.
 
-For a sequence that the other ranks know, only its new block ids are sent. A sequence is identified by its list of block
+For a sequence that was sent before, only its new block ids are sent. A sequence is identified by its list of block
 ids, as in `cuda/block_tables.py`: the scheduler never shortens a list, and replaces it when it frees the blocks.
 
 Every step waits until its message is written and read. To keep it short, a decode step omits the columns whose values
