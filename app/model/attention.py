@@ -330,7 +330,10 @@ def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
 def _causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, start: int, rules: AttentionRules
 ) -> torch.Tensor:
-    """Attend causally from position `start` on. query: [num_tokens, num_heads, dim]; keys: [length, num_kv_heads, dim]."""
+    """Attend causally. start: the position of the first query.
+
+    query: [num_tokens, num_heads, dim]; keys, values: [length, num_kv_heads, dim].
+    """
     at = torch.arange(keys.shape[0], device=keys.device)
     number = max(1, BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
     parts = []

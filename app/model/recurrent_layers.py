@@ -107,7 +107,7 @@ def _forget_step(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def has_operators(model: type[PreTrainedModel]) -> bool:
-    """Return whether a class may have recurrent layers, because its Python module has a replaceable function."""
+    """Return whether a class may have recurrent layers, judging by the functions in its Python module."""
     return any(hasattr(sys.modules[model.__module__], name) for name in _OPERATORS)
 
 

@@ -82,10 +82,7 @@ class Sampler:
         return (logits + gumbel_noise(seeds, positions, vocab_size=logits.shape[-1])).argmax(dim=-1)
 
     def adjust(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """Copy the rows and apply penalties, biases, bans and matchers, in this order.
-
-        → [len(rows), vocab_size] float32.
-        """
+        """Copy rows and apply penalties, biases, bans, matchers, in this order → [len(rows), vocab_size] float32."""
         adjusted = logits[to_device(rows, logits.device)].float()
         numbered = [(row, item.adjustments) for row, item in enumerate(items) if item.adjustments is not None]
         _penalise_repetition(adjusted, [(row, each.seen, each.repetition_penalty) for row, each in numbered])

@@ -1,6 +1,6 @@
 """A model runner that sleeps for the duration of each step, to run fleets on machines without GPUs.
 
-A cost model determines the duration. Many replicas can share a core. Its tokens are text tokens of a real tokenizer. As
+A cost model determines the duration, and many replicas can share a core. Tokens are text tokens of a real tokenizer. As
 in a real model, they depend on the whole sequence through a simulated KV memory: a wrong block, position or resumption
 changes the tokens and their invented log-probabilities. Grammars are followed; penalties, biases and filters are
 ignored. Imports no torch.

@@ -71,7 +71,7 @@ class TrialBlocks:
 
     @classmethod
     def enough(cls, block_size: int, *, num_groups: int = 1) -> TrialBlocks:
-        """Return a size that is enough for the sequence under test and for another one of the same length."""
+        """Return a size that is enough for the sequence under test and another sequence of the same length."""
         max_blocks = -(-NUM_TOKENS // block_size)
         return cls(block_size=block_size, num_blocks=2 * max_blocks, max_blocks=max_blocks, num_groups=num_groups)
 
@@ -174,10 +174,10 @@ class Reference:
         return replace(self, own=replace(self.own, first_layer=torch.tanh(logits / cap) * cap if cap else logits))
 
     def verify_steps(self, how: str, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> None:
-        """Verify every form of step: the first and later pieces of a prompt, single tokens, and tokens alongside
-        another sequence. The later pieces reveal layers with unknown state.
+        """Verify every form of step: pieces of a prompt, single tokens, and tokens alongside another sequence.
 
-        how, quantization: as in `verify`. Raises UnsupportedModel if results differ by more than rounding errors.
+        Later pieces of a prompt reveal layers with unknown state. Raises UnsupportedModel if results differ by more
+        than rounding errors. how, quantization: as in `verify`.
         """
         for what, expected, computed in self._in_steps(compute, blocks):
             expected.verify(f"{how}, of {what},", computed, quantization)

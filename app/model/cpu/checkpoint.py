@@ -71,7 +71,7 @@ class Checkpoint:
         """
         packed = self._packed(name)
         if packed is not None:
-            assert part is None, "a quantised checkpoint is not divided"
+            assert part is None, "a quantised checkpoint is not split"
             weight = packed.multiplied_out(self._dtype)
             advise(packed.words, mmap.MADV_DONTNEED)
             return weight
@@ -318,5 +318,5 @@ def _in_files(name: str) -> str:
 
 
 def add_positions(module: PreTrainedModel) -> None:
-    """Compute the rotary embedding's tensors, which are in no file, from the model's configuration."""
+    """Compute the rotary embedding's tensors, which no file contains, from the model's configuration."""
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)

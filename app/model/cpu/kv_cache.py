@@ -23,11 +23,11 @@ class LayerMemory(NamedTuple):
 
 
 class NativeKVCache:
-    """The blocks of all layers, in units of 32 bits. In bfloat16, a unit stores two dimensions of a key, or one
-    dimension of two tokens' values.
+    """The blocks of all layers, in units of 32 bits.
 
-    In int8, a unit stores as many numbers in 8 bits each, and each token has a scale per KV head for its key and one
-    for its value. Memory is not zeroed, because a slot is read only after its sequence has written it.
+    In bfloat16, a unit stores two dimensions of a key, or one dimension of two tokens' values. In int8, a unit stores
+    as many numbers in 8 bits each, and each token has a scale per KV head for its key and one for its value. Memory is
+    not zeroed, because a slot is read only after its sequence has written it.
     """
 
     def __init__(

@@ -231,7 +231,7 @@ def _target_of(link: str) -> str | None:
 
 
 def _mapped(address: int | None, num_bytes: int, protection: int, descriptor: int = -1, offset: int = 0) -> int:
-    """Map a file, or private memory without a descriptor. Replaces any mapping at `address`. Raises OSError."""
+    """Map a file, or private memory if there is no descriptor. Replaces any mapping at `address`. Raises OSError."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE if descriptor < 0 else mmap.MAP_SHARED
     flags = kind if address is None else kind | _MAP_FIXED
     found: int | None = _libc.mmap(address, num_bytes, protection, flags, descriptor, offset)

@@ -100,7 +100,7 @@ class _StackedUpdates:
 
 
 class AdapterSlots:
-    """The memory of a model's adapters, and the products with their matrices. Any thread may load and free adapters.
+    """Stores a model's adapters, and multiplies rows by their matrices. Any thread may load and free adapters.
 
     A rank stores only its part of each adapter.
     """

@@ -30,7 +30,7 @@ _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
 _ROWS_OF_FLOAT32 = 16  # float32 products do not use tensor cores, and more rows would not fit into the registers
 LARGEST_TILE = 64  # keys; kernels load a window from the start of the tile that contains its first key
-# With `batch_invariant`, most tiles hold a single token. With more rows, computing would take longer than loading keys.
+# With `batch_invariant`, most tiles contain one token. With more rows, computing would take longer than loading keys.
 _ROWS_OF_SINGLE = 64
 _PROGRAMS_PER_SM = 16  # the most decode programs per multiprocessor; short sequences have fewer splits to run
 

@@ -103,7 +103,7 @@ def _product(
     num_batches, num_rows, depth = left.shape
     num_columns = right.shape[2]
     output = left.new_empty(num_batches, num_rows, num_columns, dtype=dtype)
-    # The tiles depend on the type alone, never on the shapes. 64 rows are one wgmma; float32 gets half the depth.
+    # The tiles depend on the type alone, never on the shapes. 64 rows are one wgmma; float32 uses half the depth.
     tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // output.element_size()}
     grid = (-(-num_rows // tiles["tile_rows"]), -(-num_columns // tiles["tile_columns"]), num_batches)
     kernels_of(_KERNELS, left.device).matmul_kernel[grid](

@@ -55,7 +55,7 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes that must fit into memory for any graphs to be used, in the order of their capture.
 
-    Padding to powers of two at most doubles a step. The largest size comes first, because smaller ones reuse its memory.
+    Padding to powers of two at most doubles a step. The largest size comes first, because the rest reuse its memory.
     """
     return tuple(sorted({sizes[-1], *(size for size in sizes if size.bit_count() == 1)}, reverse=True))
 

@@ -76,8 +76,8 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
     """
     if isinstance(weight, torch.Tensor):
         return functional.linear(plain(inputs), weight, bias)
-    assert isinstance(inputs, Fp8Rows), "`empty_inputs` with this weight has made the inputs"
-    # `use_fast_accum` would sum in fewer bits on Hopper, and would not speed up decode steps, which wait for memory.
+    assert isinstance(inputs, Fp8Rows), "the inputs must come from `empty_inputs` with this weight"
+    # `use_fast_accum` would sum in fewer bits on Hopper, without speeding up decode steps, which are bound by memory.
     return torch._scaled_mm(
         inputs.values, weight.values.t(), scale_a=inputs.scales, scale_b=weight.scales.t(), bias=bias,
         out_dtype=torch.bfloat16,

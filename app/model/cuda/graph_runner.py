@@ -232,7 +232,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:
-        """Run this rank's part of a step of rank 0. If the next step needs the drawn tokens, rank 0 broadcasts them."""
+        """Run this rank's part of rank 0's step. If the next step needs the drawn tokens, rank 0 broadcasts them."""
         with self._finding_loss:
             self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
@@ -417,7 +417,7 @@ class GraphModelRunner(LeadingRunner):
         return tuple(captured)
 
     def _capture_adapted(self, capture: Capture) -> None:
-        """Capture all sizes again with adapter kernels. The graphs without them keep other steps fast."""
+        """Capture all sizes again with adapter kernels. The graphs without adapters keep other steps fast."""
         for size in reversed(self._graphs_ascending()):
             adapted = replace(size, has_adapters=True)
             try:
@@ -439,7 +439,7 @@ class GraphModelRunner(LeadingRunner):
             return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
 
         def tried() -> CapturedInputs:
-            """Run the step without exchanges first, so that no rank waits for another one that runs out of memory."""
+            """Run the step without exchanges first, so that no rank waits for one that runs out of memory."""
             inputs = self._inputs_of(size)
             with group.alone():
                 self._static_logits(inputs)

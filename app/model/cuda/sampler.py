@@ -156,7 +156,7 @@ class DeviceEntries:
         return len(self._places)
 
     def changes(self, own: LogitAdjustments) -> bytes:
-        """Return the packed changes that the device does not have yet."""
+        """Return the packed changes that the device lacks."""
         new: Iterable[int] = own.generated[self._num_generated :]
         self._num_generated = len(own.generated)
         if not len(self.tensor):
@@ -174,7 +174,7 @@ class DeviceEntries:
         return self._packed(own, list(changed)) if changed else b""
 
     def _packed(self, own: LogitAdjustments, tokens: list[int]) -> bytes:
-        """Pack changes column by column, because a prompt has thousands."""
+        """Pack changes column by column, because a prompt has thousands of tokens."""
         packed = array("i", bytes(_CHANGE_BYTES * len(tokens)))
         packed[0::5] = array("i", [self._places[token] for token in tokens])
         packed[1::5] = array("i", tokens)

@@ -50,7 +50,7 @@ def _rotary(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 
 def _with_windows(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters of rotary positions for layers without and with a window, which have their own base."""
+    """Return rotary parameters for layers without a window and for layers with one, which have a different base."""
     theta = settings.number("rope.freq_base_swa", 10_000.0)
     return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
@@ -133,7 +133,7 @@ def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Gemma 2: every second layer uses a window, and scores and logits are soft-capped."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
-    layers_of_27b = 46  # only this size scales scores by another number than the head size
+    layers_of_27b = 46  # only this size scales scores by a number other than the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -150,7 +150,7 @@ def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
     every = settings.count("attention.sliding_window_pattern", 6)
-    layers_of_27b = 62  # only this size scales scores by another number than the head size
+    layers_of_27b = 62  # only this size scales scores by a number other than the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -211,7 +211,7 @@ def _granite(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Granite 4: most layers are Mamba 2, which a file marks by 0 key heads."""
+    """Return the fields of Granite 4: most layers are Mamba 2, which a file marks with 0 key heads."""
     num_heads, inner = settings.count("ssm.time_step_rank"), settings.count("ssm.inner_size")
     hidden_size, has_experts = settings.count("embedding_length"), settings.has("expert_count")
     if inner % num_heads or inner % hidden_size:

@@ -21,7 +21,7 @@ class PlacedWeight(NamedTuple):
     start: int  # byte offset in the file
     num_bytes: int
     shape: list[int]  # the last dimension is contiguous
-    # If the weight's rows or columns are reordered: the name of a vector in the folder's safetensors file, which
+    # The name of a vector in the folder's safetensors file, if the weight's rows or columns are reordered. The vector
     # stores the tensor's index of each row or column of the weight.
     rows: str | None = None
     columns: str | None = None

@@ -145,8 +145,8 @@ class _OneFile:
         versions = (2, 3)
         if version not in versions:
             raise InvalidSetup(
-                f"{self.path} has version {version} of the GGUF format; versions 2 and 3 in little endian can be read: "
-                f"convert the model again with a current llama.cpp"
+                f"{self.path} has version {version} of the GGUF format; only versions 2 and 3 in little endian can be "
+                f"read: convert the model again with a current llama.cpp"
             )
         num_tensors, num_entries = self._number("Q"), self._number("Q")
         for what, count in (("tensors", num_tensors), ("entries", num_entries)):
@@ -199,7 +199,7 @@ class _OneFile:
             end = tensor.start + tensor.num_bytes
             if end > len(self.content):
                 raise InvalidSetup(
-                    f"{self.path} is cut short: tensor {tensor.name} ends at byte {end:,}, the file at "
+                    f"{self.path} is cut short: tensor {tensor.name} ends at byte {end:,}, but the file at "
                     f"{len(self.content):,}; download it again"
                 )
 

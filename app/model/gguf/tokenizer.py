@@ -88,7 +88,7 @@ def _without_others(backend: Any, vocab_size: int) -> Any:
 
 
 def _set_rule(backend: Any, described: dict[str, Any], architecture: str) -> None:
-    """Set how text is split before merges. Raises ValueError for an unknown rule, as a guess would change tokens."""
+    """Set how text is split before merges. Raises ValueError for an unknown rule: a guess would change tokens."""
     from tokenizers import Regex, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

@@ -43,7 +43,7 @@ class LoadedModel(ABC):
     reference: Reference | None = None  # None once the steps are verified; on a GPU they are verified in full KV memory
     group: Exchange | None = None  # the ranks, if this is one rank's part of the model
     adapters: AdapterSlots | None = None  # only for our decoder on a GPU, if adapters may be loaded
-    groups: LayerGroups = ONE_GROUP  # the groups of blocks that hold the layers' keys and values
+    groups: LayerGroups = ONE_GROUP  # the groups of blocks that store the layers' keys and values
     states: tuple[StateShape, ...] = ()  # one for each recurrent operator, in the order of their calls
     why_not_ours: str | None = None  # why the model runs on transformers' code, if our decoder failed verification
     why_plain_draws: str | None = None  # why plain torch draws the tokens, if our sampling kernels failed on this GPU
@@ -140,7 +140,7 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def difference_in_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> str | None:
-        """Return the first difference that `verify_steps` would raise, in words, or None if all steps agree."""
+        """Return the first difference for which `verify_steps` would raise, in words, or None."""
         assert self.reference is not None, "a model without a reference cannot be verified"
         return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)
 

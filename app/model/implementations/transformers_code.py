@@ -243,7 +243,7 @@ class TransformersModel(LoadedModel):
 
     @property
     def expected(self) -> Reference:
-        """The reference output. Only available while the model is loaded: `ready` may drop it."""
+        """The reference output. Only available while the model is being loaded, because `ready` may drop it."""
         assert self.reference is not None, "the reference was dropped when the model was loaded"
         return self.reference
 

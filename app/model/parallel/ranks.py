@@ -121,7 +121,7 @@ class Ranks:
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._work: _Work | None = None
-        self._awaited: int | None = None  # the rank whose answer rank 0 waits for
+        self._awaited: int | None = None  # the rank whose answer rank 0 is waiting for
         self._loss: str | None = None
         self._is_closing = False
         self._lock = threading.Lock()  # held while one thread ends the ranks
@@ -209,10 +209,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Wrap a part of a step that may wait for other ranks.
-
-        Raises DeviceLost if a rank fails or the part takes too long.
-        """
+        """Wrap a part of a step that may wait for other ranks. Raises DeviceLost if a rank fails or hangs."""
         # A fraction of the step's timeout. `_look` checks eight times in a timeout, and `_lose` ends this process after
         # another eighth, so that both take effect before the timeout.
         hangs_after = 0.75
