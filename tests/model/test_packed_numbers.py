@@ -382,7 +382,7 @@ UP = r"model\.layers\.0\.mlp\.up_proj"
         ("gptq with desc_act", {}, in_up_proj("g_idx", lambda g: g - 1), r"g_idx has groups from -1 to 2; there are 4"),
         ("gptq", {}, in_up_proj("g_idx", lambda g: g[:60]), r"g_idx is \[60\] in int32; it must be \[64\]"),
         ("awq", {}, in_up_proj("qweight", lambda w: w.long()), r"qweight is \[64, 8\] in int64; it must be a matrix"),
-        ("awq", {}, in_up_proj("qweight", lambda w: w[:60]), r"has 60 inputs, which is not a multiple of the group size 32"),
+        ("awq", {}, in_up_proj("qweight", lambda w: w[:60]), r"60 inputs, which is not a multiple of the group size"),
         ("awq", {}, in_up_proj("qweight", lambda w: w[:0]), r"qweight is \[0, 8\] in int32; it must be a matrix"),
         ("awq", {}, in_up_proj("scales", lambda s: s[:, :56]),
          r"scales is \[2, 56\] in float16; it must be \[2, 64\] for 64 outputs of 64 inputs in 2 groups"),
