@@ -301,7 +301,7 @@ class Ladder:
         backends = [*backends]
         self.lost.note(backends, f"{_AT_LOAD}{reason}")
         raise Failure(
-            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. A restart tries another one"
+            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. Another one is tried at restart"
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:

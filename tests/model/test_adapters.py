@@ -209,7 +209,7 @@ class TestRefusals:
             ({"rank_pattern": {"q_proj": -1}}, "rank_pattern.q_proj: got -1"),
             ({"lora_alpha": math.nan}, "lora_alpha: got nan"),
             ({"lora_alpha": 10**400}, "lora_alpha: got 1000"),
-            ({"lora_alpha": 1e300}, r"not finite, or are not with the scale 2\.5e\+299"),
+            ({"lora_alpha": 1e300}, r"not finite, or not finite after scaling by 2\.5e\+299"),
             ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern.q_proj: got inf"),
             ({"notes": "a" * (1 << 20)}, "more than 1,048,576 bytes"),
         ],

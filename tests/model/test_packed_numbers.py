@@ -305,7 +305,7 @@ def test_it_is_packed_again_shared_and_known_when_it_was_verified_before(
     assert caplog.text.count(told) == 1
     again = load_native(packed, checks=checks, quantization=quantization)
     assert caplog.text.count(told) == 2
-    assert ("model.quantization: int4 packs them in 4 bits again" in caplog.text) is (quantization == "none")
+    assert ("set model.quantization: int4 to save memory and time" in caplog.text) is (quantization == "none")
     expected = logits_of(load_native(multiplied, quantization=quantization))
     assert torch.equal(logits_of(first), expected)
     assert torch.equal(logits_of(again), expected)
@@ -338,7 +338,7 @@ def test_it_is_planned_as_what_it_is_multiplied_out_to(tmp_path: Path) -> None:
         )
         assert ours == theirs
     assert planned_gpu_model(config_of(packed, device="auto"), dtype=torch.bfloat16).dtype is torch.bfloat16
-    with pytest.raises(InvalidSetup, match=r"tensor_parallel: got 2; a quantised checkpoint is not divided"):
+    with pytest.raises(InvalidSetup, match=r"tensor_parallel: got 2; a quantised checkpoint cannot be split"):
         planned_gpu_model(config_of(packed, device="auto"), dtype=torch.bfloat16, num_ranks=2)
 
 

@@ -226,7 +226,7 @@ def test_it_is_refused_without_native_code(tiny_model_path, monkeypatch: pytest.
 
 
 def test_a_block_size_that_native_code_cannot_use_is_refused(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(InvalidSetup, match="block_size is 8, no multiple of 16"):
+    with pytest.raises(InvalidSetup, match="block_size is 8, which is not a multiple of 16"):
         load(tiny_model_path("llama"), quantization="int8", block_size=8)
 
 

@@ -276,7 +276,7 @@ class TestRefused:
             load(tiny_model_path("llama"))
 
     def test_another_architecture(self, tiny_model_path: Callable[[str], Path]) -> None:
-        with pytest.raises(InvalidSetup, match="Gemma2ForCausalLM is none of"):
+        with pytest.raises(InvalidSetup, match="Gemma2ForCausalLM is not one of"):
             load(tiny_model_path("gemma2"))
 
     def test_sizes_that_do_not_fit(self, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_replica_starts_with_no_other_backend_than_the_named_one(
     small_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Break, named: str
 ) -> None:
     breaks(monkeypatch)
-    with pytest.raises(InvalidSetup, match=rf"model\.backend is {named}, and .*{named}: .*leave model\.backend out"):
+    with pytest.raises(InvalidSetup, match=rf"model\.backend is {named}, but .*{named}: .*remove model\.backend"):
         engine_of(small_path, backend=named)
 
 
@@ -270,7 +270,7 @@ def test_keys_and_values_in_fp8_become_those_of_the_model_where_no_kernel_works(
     breaks_kernels_at_compile(monkeypatch)
     with caplog.at_level(logging.WARNING):
         serves(small_path, TORCH, cache=CACHE | {"dtype": "fp8"})
-    assert "cache.dtype is fp8, which torch does not compute" in caplog.text
+    assert "cache.dtype is fp8, which torch does not support" in caplog.text
 
 
 def test_weights_in_fp8_become_bfloat16_without_our_decoder() -> None:
@@ -283,7 +283,7 @@ def test_a_promise_that_plain_torch_does_not_keep_is_not_broken(
     small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks_kernels_at_compile(monkeypatch)
-    with pytest.raises(UnsupportedModel, match=r"torch: model\.batch_invariant is set, and its products"):
+    with pytest.raises(UnsupportedModel, match=r"torch: model\.batch_invariant is set, but this backend's products"):
         engine_of(small_path, batch_invariant=True)
 
 
@@ -488,7 +488,7 @@ def test_a_device_that_is_lost_while_a_backend_loads_is_noted(
     ladder = Ladder.of(config_of(small_path), gpu_device, driver="1", why_no_triton=None, is_shared=False)
     with (
         pytest.raises(
-            Failure, match=r"backend graphs does not work: the device is lost .*access\. A restart tries another"
+            Failure, match=r"backend graphs does not work: the device is lost .*access\. Another one is tried"
         ),
         ladder.trying(GRAPHS),
     ):
@@ -607,6 +607,6 @@ def test_a_backend_that_lost_its_device_is_not_taken_because_a_capture_fails(
 def test_a_cpu_has_no_backends_of_gpus(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
     for backend in ("eager", "triton", "graphs"):
-        with pytest.raises(InvalidSetup, match=r"is for GPUs, and .* runs on a CPU"):
+        with pytest.raises(InvalidSetup, match=r"needs a GPU, but .* runs on a CPU"):
             engine_of(small_path, backend=backend)
     assert device.why_no_triton(torch.device("cpu")) is None

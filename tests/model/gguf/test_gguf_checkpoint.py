@@ -378,16 +378,14 @@ def test_what_a_model_sees_images_with_is_refused_by_name(tmp_path: Path, cache:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        UnsupportedModel, match=r"has only the image encoder of a model \(mmproj\); set model.path to the GGUF"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"only a model's image encoder \(mmproj\); set model.path to the GGUF"):
         checkpoint_of(path, cache)
 
 
 def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)  # an import of it fails
-    with pytest.raises(InvalidSetup, match=r"GGUF files need transformers 5.18 or newer, and 5\..* is installed"):
+    with pytest.raises(InvalidSetup, match=r"GGUF files need transformers 5.18 or newer, but 5\..* is installed"):
         checkpoint_of(path, cache)
 
 
@@ -402,7 +400,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; GGUF files of llama, qwen2, qwen3"),
+        ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; only GGUF files of llama, qwen2, qwen3"),
         ({"settings": {"llama.expert_shared_count": 8}}, r"llama\.expert_shared_count is 8, which cannot be read"),
         ({"settings": {"llama.expert_count": 2, "llama.expert_used_count": 3}}, r"expert_used_count is 3, which"),
         ({"settings": {"llama.rope.scaling.type": "longrope"}}, r"llama\.rope\.scaling\.type is 'longrope'"),
@@ -415,7 +413,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
         ({"settings": {"llama.block_count": 4_000_000_000}}, r"llama\.block_count is 4000000000"),
         ({"settings": {"llama.block_count": 2.0}}, r"llama\.block_count is 2\.0"),
         ({"settings": {"tokenizer.ggml.merges": ["h e", "x y z"]}}, r"its tokenizer \(gpt2, gpt-2\) cannot be read"),
-        ({"settings": {"tokenizer.ggml.tokens": [*TOKENS, "more"]}}, r"it has 261 tokens, the model 260"),
+        ({"settings": {"tokenizer.ggml.tokens": [*TOKENS, "more"]}}, r"it has 261 tokens, but the model has 260"),
         ({"settings": {"tokenizer.ggml.model": "rwkv"}}, r"its tokenizer \(rwkv, gpt-2\) cannot be read"),
         ({"settings": {"tokenizer.ggml.eos_token_id": 999}}, r"its tokenizer \(gpt2, gpt-2\) cannot be read"),
         ({"settings": {"llama.attention.head_count": 3, "llama.attention.key_length": 64}},

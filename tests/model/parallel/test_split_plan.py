@@ -98,7 +98,7 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
 def test_a_plan_that_is_not_known_is_refused() -> None:
     model = build_tiny_model("llama")
     model._tp_plan["model.layers.*.mlp"] = "sideways"
-    with pytest.raises(UnsupportedModel, match="has sideways, which is not implemented"):
+    with pytest.raises(UnsupportedModel, match="uses sideways, which is not implemented"):
         SplitPlan(model, FakeGroup(), path="tiny")  # type: ignore[arg-type]
 
 
