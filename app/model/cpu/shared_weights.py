@@ -97,7 +97,7 @@ def _packed(pack: Pack, name: str) -> int:
 
 
 def _weights_in(descriptor: int) -> NativeWeights:
-    """Return views of a complete file. It stays open, so that other processes can find it, until the last view dies."""
+    """Return views of a complete file, which stays open for other processes to find until the last view is freed."""
     num_bytes, layout = _layout_in(descriptor)
     addresses = _Addresses(num_bytes)
     addresses.map(descriptor)

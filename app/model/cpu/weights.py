@@ -110,7 +110,7 @@ class NativeDeltaRulePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePerLayerPart:
-    """The weights with which a layer gates its per-layer inputs by the residual, and adds them to it."""
+    """The weights that gate a layer's per-layer inputs by the residual and add them to the residual."""
 
     per_layer_gate: PlacedTensor
     per_layer_projection: PlacedTensor
