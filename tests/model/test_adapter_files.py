@@ -75,5 +75,5 @@ def test_an_adapter_of_another_base_of_equal_sizes_is_loaded_with_a_warning(
     ]
     assert warnings == [
         "the adapter other has the right sizes, but it was trained on some-org/other, "
-        f"and {tmp_path / 'base'} is served"
+        f"but {tmp_path / 'base'} is served"
     ]

@@ -38,7 +38,9 @@ def test_more_than_is_left_now_is_said_before_it_is_taken(
     machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), taking_host_memory(*WORDS):
-        assert "KV memory takes 3.00 GiB, and this machine and its control groups have 2.00 GiB left now" in caplog.text
+        assert (
+            "KV memory takes 3.00 GiB, and this machine and its control groups have 2.00 GiB available" in caplog.text
+        )
     caplog.clear()
     for left in (lambda: 3 * 2**30, lambda: None):
         machine.setattr(host_memory, "available_memory", left)

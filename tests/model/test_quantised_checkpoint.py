@@ -184,7 +184,7 @@ def test_others_are_refused_by_name_with_what_is_missing_and_the_fix(  # type: i
     quantization, reason: str, tiny_model_path, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text((tiny_model_path("llama") / "config.json").read_text())
-    with pytest.raises(UnsupportedModel, match=rf"{reason}.*not quantised, with model\.quantization: int8"):
+    with pytest.raises(UnsupportedModel, match=rf"{reason}.*unquantised checkpoint, with model\.quantization: int8"):
         load(described(tmp_path, quantization))
 
 
