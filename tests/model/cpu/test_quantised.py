@@ -214,7 +214,7 @@ def test_a_matrix_takes_little_more_than_its_bits() -> None:
 
 @pytest.mark.parametrize("quantization", QUANTISED)
 def test_a_model_of_another_architecture_is_refused(quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    message = f"quantization is {quantization}, .*gpt_neox cannot run there: GPTNeoXForCausalLM is none"
+    message = f"quantization is {quantization}, .*gpt_neox cannot run there: GPTNeoXForCausalLM is not one of"
     with pytest.raises(InvalidSetup, match=message):
         quantised(tiny_model_path("gpt_neox"), quantization=quantization)
 
