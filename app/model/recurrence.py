@@ -1,8 +1,8 @@
 """Operators with a recurrent state: the short convolution, the gated delta rule, Mamba 1 and Mamba 2.
 
 The tokens of all sequences of a step are packed into one row, and a layer's states are stored in slots of one tensor.
-Every operator processes one token after another. A token's bits therefore depend only on the earlier tokens of its own
-sequence, neither on how the sequence is split into steps nor on other sequences.
+Every operator processes one token after another. A token's output therefore depends, bit for bit, only on its own
+sequence's tokens up to it, and not on other sequences or on how the sequence is split into steps.
 
 The operators in this module are plain torch, and the reference for `cpu/recurrence.py` and `cuda/recurrence.py`.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from app.model.inputs import to_device
 
-ACTIVATIONS = (None, "silu")  # that a short convolution supports
+ACTIVATIONS = (None, "silu")  # the activations that a short convolution supports
 NORM_EPSILON = 1e-6  # added to the squared length of a query or a key
 
 
@@ -60,7 +60,7 @@ class StatePieces:
         """Return the pieces, grouped in independent chains, and the number of chains. Copied to each device only once.
 
         Returns: [num_chains + num_pieces, 4] int32. The first rows describe the chains, from the most tokens to the
-            fewest: the row of the chain's first piece, the row after its last, and two zeros. Then follow the pieces.
+            fewest: the row of the chain's first piece, the row after its last, and two zeros. The pieces follow.
         """
         if device not in self._chains:
             chains = sorted(_chains_of(list(self)), key=_num_tokens, reverse=True)
@@ -176,8 +176,8 @@ class Recurrence(Protocol):
     def mamba1(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         """Compute the selective state space of Mamba (Gu & Dao, arXiv 2312.00752), as in Jamba and Falcon Mamba.
 
-        It differs from Mamba 2 in that each channel has its own time step, and each number of a channel's state its own
-        decay factor exp(time step × decay).
+        Unlike in Mamba 2, each channel has its own time step, and each number in a channel's state has its own decay
+        factor exp(time step × decay).
 
         states: [num_slots, num_channels, state_size] float32. Returns: [num_tokens, num_channels].
         """
@@ -206,7 +206,7 @@ def check_heads(num_heads: int, num_keys: int) -> None:
 
 
 class TorchRecurrence:
-    """Operators in plain torch. They loop over tokens, so that each is computed by the same operations and shapes."""
+    """Operators in plain torch. They loop over tokens, to compute each token with the same operations and shapes."""
 
     def short_convolution(
         self,

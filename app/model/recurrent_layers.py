@@ -1,8 +1,8 @@
 """Makes transformers' recurrent layers use states in slots, without changing the models.
 
 The layers call a few functions that they look up by name in their model's Python module. This module replaces these
-functions once. Many layers pass no keyword arguments on, so the replacement finds the step in a context variable: the
-model's hooks store the keyword argument `paged` there during a forward pass. Outside of a step, it calls the original.
+functions once. Many layers do not pass keyword arguments on, so hooks of the model store the keyword argument `paged`
+in a context variable during a forward pass. Outside of a step, the replacement calls the original function.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _forget_step(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def has_operators(model: type[PreTrainedModel]) -> bool:
-    """Return whether a class may have recurrent layers: whether its Python module contains a replaceable function."""
+    """Return whether a class may have recurrent layers, judging by the functions in its Python module."""
     return any(hasattr(sys.modules[model.__module__], name) for name in _OPERATORS)
 
 

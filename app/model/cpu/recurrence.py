@@ -1,4 +1,4 @@
-"""Recurrent operators for CPUs in C++. `TorchRecurrence` is their reference, and replaces them without a compiler."""
+"""Recurrent operators for CPUs in C++. `TorchRecurrence` is their reference, and their fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NativeRecurrence:
 
     @staticmethod
     def why_not(dtype: torch.dtype) -> str | None:
-        """Return why the C++ code does not support models of a type, in words; None if it does."""
+        """Return why the C++ code does not support models of a type, in words, or None."""
         if dtype not in DTYPES:
             return f"the C++ code supports {' and '.join(map(str, DTYPES))}, not {dtype}"
         return "there is no C++ compiler" if library() is None else None
