@@ -150,7 +150,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": {"a": 1}}, "prompt", "should be a string"),
         ({"prompt": [763]}, "prompt", "token id 763; this model's ids are 0 to 762"),
         ({"prompt": [[5], [-1]]}, "prompt", "token id -1"),
-        ({"prompt": ["a"] * 129}, "prompt", "prompt holds 129 prompts; this server accepts 128"),
+        ({"prompt": ["a"] * 129}, "prompt", "prompt contains 129 prompts; this server accepts 128"),
         ({"prompt": ["Hi"] * 20, "n": 16}, "n", "20 prompts with n of 16 make 320 choices; this server accepts 128"),
         ({"prompt": ["Hi"] * 20, "best_of": 16}, "best_of", "20 prompts with best_of of 16 make 320 choices"),
         ({"logprobs": 21}, "logprobs", "logprobs is 21; this server accepts at most 20"),
@@ -163,7 +163,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "responses": [
         ({"store": True}, "store", "send the whole conversation as input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "needs a service that stores files and batches"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "requires a service that stores files and batches"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True}, "background", "needs store: true"),
         ({"n": 2}, "n", "not supported"),
@@ -360,7 +360,7 @@ def test_among_several_models_one_must_be_named(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("a", "org/b"))
     answer = service.chat()
     assert (answer.status, answer.error["param"]) == (400, "model")
-    assert "model is required: this server has a, org/b" in answer.error["message"]
+    assert "model is required; this server has a, org/b" in answer.error["message"]
     assert service.chat(model="org/b").json["model"] == "org/b"
 
 
@@ -426,7 +426,7 @@ def test_no_bytes_give_a_5xx(service: Service) -> None:
             {"messages": [USER | {"content": [{"type": "text", "text": ""}] * 4097}]},
             r"messages\[0\].content has 4,097 parts; at most 4,096",
         ),
-        ("/v1/completions", {"prompt": [[1]] * 10_001}, "prompt holds 10,001 prompts; at most 10,000"),
+        ("/v1/completions", {"prompt": [[1]] * 10_001}, "prompt contains 10,001 prompts; at most 10,000"),
     ],
 )
 def test_what_takes_long_to_look_through_is_refused_at_once(

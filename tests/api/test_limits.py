@@ -306,7 +306,7 @@ def test_an_output_that_is_too_long_for_the_key_is_refused_by_name() -> None:
     assert limited.max_tokens(10, "max_tokens") == 10
     assert limited.max_tokens(None, "max_tokens") == 10
     with pytest.raises(
-        InvalidRequest, match="max_completion_tokens is 11; this API key may ask for at most 10"
+        InvalidRequest, match="max_completion_tokens is 11; this API key may request at most 10"
     ) as caught:
         limited.max_tokens(11, "max_completion_tokens")
     assert caught.value.param == "max_completion_tokens"

@@ -97,7 +97,7 @@ def test_it_goes_with_every_other_field(tokenizer: Tokenizer, fields: dict[str, 
         (
             {"type": "content", "content": "3 " * MAX_MODEL_LEN},
             "prediction",
-            rf"prediction has \d+ tokens; this model accepts {MAX_MODEL_LEN} of prompt and output together",
+            rf"prediction has \d+ tokens; this model accepts {MAX_MODEL_LEN} for prompt and output together",
         ),
         (
             {"type": "content", "content": "3 " * 40_000},
