@@ -110,7 +110,11 @@ def test_a_classifier_says_where_it_answers(classifying: Service) -> None:
         ({"input": ["w4"] * 10_001}, "input", "10,001 texts; at most 10,000"),
         ({"input": " ".join(["w4"] * 19)}, "input", "a text of 21 tokens; this model accepts 20"),
         ({"input": "", "add_special_tokens": False}, "input", "without tokens"),
-        ({"truncate_prompt_tokens": 1, "input": "w4 w5"}, "truncate_prompt_tokens", "must be at least 2, because the tokenizer adds 2 tokens"),
+        (
+            {"truncate_prompt_tokens": 1, "input": "w4 w5"},
+            "truncate_prompt_tokens",
+            "must be at least 2, because the tokenizer adds 2 tokens",
+        ),
         ({"messages": [{"role": "user", "content": "w4"}]}, "messages", "not supported"),
     ],
     ids=lambda value: str(value)[:40],
