@@ -134,7 +134,7 @@ def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> Non
     with ExitStack() as running:
         for _ in range(2):
             running.enter_context(limited.reserve())
-        with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them in other processes now\) and has 2"):
+        with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them currently in other processes\) and is running 2"):
             running.enter_context(limited.reserve())
         by_what = {limit_id.what: limit for limit_id, limit in limited.shared_limits.items()}
         assert by_what[SLOTS].use() == LimitUse(2, 2, 3), "two had slots, and one more was asked for"
@@ -501,7 +501,7 @@ def test_a_limit_of_its_own_goes_before_the_places_that_are_free() -> None:
     with ExitStack() as running:
         for _ in range(3):
             running.enter_context(account.reserve())
-        with pytest.raises(LimitReached, match="may have 3 requests at once"):
+        with pytest.raises(LimitReached, match="may run 3 requests at once"):
             running.enter_context(account.reserve())
 
 
@@ -576,7 +576,7 @@ def test_a_key_goes_before_others_as_far_as_its_entry_says(
         assert service.generate.requests[-1].priority == priority
     refused = complete(service, priority=lowest - 1)
     assert (refused.status, refused.error["param"]) == (400, "priority")
-    assert refused.error["message"].startswith(f"priority is {lowest - 1}; this API key may ask for {lowest} or more")
+    assert refused.error["message"].startswith(f"priority is {lowest - 1}; this API key may use {lowest} or higher")
 
 
 def test_without_keys_any_priority_may_be_asked_for(tokenizer: Tokenizer) -> None:

@@ -49,7 +49,7 @@ class CustomCall(TypedDict):
     custom: CustomInput
 
 
-class MoreUsage(TypedDict, total=False):  # the fields that OpenAI's API does not have
+class MoreUsage(TypedDict, total=False):  # fields that OpenAI's API does not define
     pipeline: Json
     timings: dict[str, float]
 
