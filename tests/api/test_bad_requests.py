@@ -139,10 +139,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ],
     "completions": [
-        ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": ""}, "prompt", "prompt has no tokens"),
         ({"prompt": []}, "prompt", "should be a string"),
-        ({"prompt": [[]]}, "prompt", "prompt is empty"),
-        ({"prompt": ["Hi", ""]}, "prompt", "prompt is empty"),
+        ({"prompt": [[]]}, "prompt", "prompt has no tokens"),
+        ({"prompt": ["Hi", ""]}, "prompt", "prompt has no tokens"),
         ({"prompt": None}, "prompt", "prompt is required"),
         ({"prompt": [1, "a"]}, "prompt", "should contain only"),
         ({"prompt": [True]}, "prompt", "should contain only"),

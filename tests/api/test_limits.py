@@ -108,7 +108,7 @@ def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
     with limited.reserve() as reservation:
         reservation.reserve(80)
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "20"
-        with pytest.raises(LimitReached, match="needs up to 30 and 20 are left"), limited.reserve() as other:
+        with pytest.raises(LimitReached, match="needs up to 30, and 20 are left"), limited.reserve() as other:
             other.reserve(30)
         reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 5, 0, 10)))
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "85"
@@ -134,18 +134,18 @@ def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> Non
     with ExitStack() as running:
         for _ in range(2):
             running.enter_context(limited.reserve())
-        with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them currently in other processes\) and is running 2"):
+        with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them currently .*\) and is running 2"):
             running.enter_context(limited.reserve())
         by_what = {limit_id.what: limit for limit_id, limit in limited.shared_limits.items()}
         assert by_what[SLOTS].use() == LimitUse(2, 2, 3), "two had slots, and one more was asked for"
         assert by_what["requests"].use() == LimitUse(0.0, -2.0, 2.0)
         by_what[SLOTS].set_share(Share(4))
-        with pytest.raises(LimitReached, match="8 requests a minute; this request needs up to 1 and 0 are left"):
+        with pytest.raises(LimitReached, match="8 requests a minute; this request needs up to 1, and 0 are left"):
             running.enter_context(limited.reserve())
         by_what["requests"].set_share(Share(0.5, 5.0))
         last = running.enter_context(limited.reserve())
         by_what["tokens"].set_share(Share(0.5, 200.0))
-        with pytest.raises(LimitReached, match="needs up to 201 and 200 are left") as caught:
+        with pytest.raises(LimitReached, match="needs up to 201, and 200 are left") as caught:
             last.reserve(201)
         assert caught.value.retry_after_s == 2.0, "until what others have is here"
         for limit in by_what.values():

@@ -301,7 +301,7 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
          "a block of type 'tool_reference'"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "audio"}]}
-        ]}]}, "messages[0].content[0].content has audio at 0, in a part of type 'audio'; this service computes"),
+        ]}]}, "messages[0].content[0].content has audio at 0, in a part of type 'audio'; this service supports"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "has the role user, which may not have tool_use blocks"),
         ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),

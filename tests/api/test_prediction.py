@@ -92,7 +92,7 @@ def test_it_goes_with_every_other_field(tokenizer: Tokenizer, fields: dict[str, 
         ({"type": "content"}, "prediction.content", "is required"),
         ({"type": "file", "content": TEXT}, "prediction.type", "'content'"),
         ({"type": "content", "content": 5}, "prediction.content", "a string or a list of text parts"),
-        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content", "text only"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content", "only text"),
         ({"type": "content", "content": [{"type": "text", "text": ""}] * 4097}, "prediction.content", "4,097 parts"),
         (
             {"type": "content", "content": "3 " * MAX_MODEL_LEN},

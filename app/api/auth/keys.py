@@ -69,7 +69,7 @@ class KeyRing:
             account = self._accounts.get(hashlib.sha256(key).digest())
             if account is not None:
                 return account
-        raise Unauthenticated("this API key is unknown; check the key, or ask the operator for another one")
+        raise Unauthenticated("this API key is not valid; check the key, or ask the operator for another one")
 
     def account_named(self, name: str) -> Account:
         """Return the account of the key with this name.

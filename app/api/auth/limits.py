@@ -211,7 +211,7 @@ class BudgetPart:
         self._wanted = self._refused = 0.0  # since the last report
 
     def allows(self, amount: float, *, may_owe: bool = False) -> bool:
-        """Return whether the amount may be reserved. With `may_owe`, `OWED_PART` of the budget is available in addition."""
+        """Return whether the amount may be reserved. With `may_owe`, another `OWED_PART` of the budget is available."""
         return amount <= self.left + (OWED_PART if may_owe else ROUNDING) * self.limit
 
     def take(self, amount: float) -> None:
@@ -303,7 +303,7 @@ class Account:
         *,
         may_administer: bool = False,
     ) -> None:
-        """Create an account. All requests to a service without keys share one account, which has no key, name or limits.
+        """Create an account. All requests to a service without keys share one account, without a key, name or limits.
 
         All accounts of the process share `pools`. By default, the account has its own pools. `may_administer` opens the
         admin routes to requests without a key. A key has its own setting for this.

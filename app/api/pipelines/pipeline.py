@@ -126,9 +126,7 @@ async def fill_indexes(pipelines: Iterable[Pipeline]) -> None:
                 try:
                     await step.index.matrix()
                 except Exception as error:  # the next request tries again
-                    logger.error(
-                        "the vectors of the index of %s could not be computed: %s", step.name, traceback_of(error)
-                    )
+                    logger.error("computing the index vectors of %s failed: %s", step.name, traceback_of(error))
 
 
 class _Builder:
