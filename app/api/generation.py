@@ -424,7 +424,7 @@ def _with_bounded_logprobs(
 ) -> list[int]:
     """Return lengths that keep the log-probabilities within their limit.
 
-    Only lengths that the client did not set are lowered. Raises InvalidRequest if the limit is exceeded nevertheless.
+    Only lengths that the client did not set are lowered. Raises InvalidRequest if the limit is still exceeded.
     """
     most, num_logprobs = limits.max_answer_logprobs, _num_logprobs(body, details, lengths, num_prompt_tokens)
     if num_logprobs <= most:

@@ -51,7 +51,7 @@ class SharedBody:
     parsed: GenerationRequest
     target: ServedModel | Pipeline
     fields: Mapping[str, SharedFields]  # by the name of each model that may answer
-    size: int  # `size_of` the shared fields if each prompt repeats their tools or documents; otherwise 0
+    size: int  # `size_of` of the shared fields if each prompt repeats their tools or documents, otherwise 0
     ignored_header: Mapping[str, str]  # names the fields of the body that have no effect
 
 

@@ -78,7 +78,6 @@ class ServedModel:
 
     @property
     def gives_embeddings(self) -> bool:
-        """Whether the model computes embeddings of texts."""
         return self.pooling is not None and self.model_info.embedding_size is not None
 
     def adapted(self, adapter: Adapter) -> ServedModel:

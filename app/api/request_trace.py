@@ -1,4 +1,4 @@
-"""The trace of one request or batch item. Its spans are built at its end, from times that are measured anyway.
+"""The trace of one request or batch item. Its spans are built when it ends, from times that are measured anyway.
 
 A `Tracer` sends the spans to OpenTelemetry (`deployments/serve/tracing.py`). Without a tracer, nothing is recorded.
 """
@@ -93,7 +93,7 @@ class RequestTrace:
 
     @classmethod
     def of_item(cls, path: str, origin: ItemOrigin) -> RequestTrace:
-        """Return the trace of an attempt to answer an item. Its attempts share a trace id made from the request id."""
+        """Return the trace of one attempt to answer an item. All attempts use a trace id made from the request id."""
         digest = hashlib.sha256(origin.request_id.encode()).digest()
         trace = cls(f"item {path}", trace_id=int.from_bytes(digest[:16]))
         trace.attributes |= {"carousel.request_id": origin.request_id, "carousel.batch_id": origin.job_id}

@@ -134,7 +134,7 @@ class _Known:
 
 
 class Repetition:
-    """Removes from the deltas of an attempt everything that an earlier attempt has stored."""
+    """Removes the parts of an attempt's deltas that an earlier attempt has already stored."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}  # by choice

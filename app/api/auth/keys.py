@@ -99,15 +99,12 @@ class NoAuthentication:
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """The single account."""
         return [self._account]
 
     def account_of(self, headers: Headers) -> Account:
-        """Return the single account."""
         return self._account
 
     def account_named(self, name: str) -> Account:
-        """Return the single account."""
         return self._account
 
 

@@ -27,7 +27,7 @@ CONCURRENCY_RETRY_S = 1.0  # the time until a slot is free is unknown, and a ret
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 SLOT_WAIT_S = 0.5  # how long a request waits for another process to release a slot
 SHARES_MOVE_S = 2.0  # time from a refusal until each process has reported its demand and received its new share
-# Without an answer from the ledger's owner, all processes together may use UNTOLD_PART of a budget. The batches process
+# While the ledger's owner does not answer, all processes together may use UNTOLD_PART of a budget. The batches process
 # may owe OWED_PART of it. Usage therefore exceeds a budget by at most the sum of both parts.
 UNTOLD_PART, OWED_PART = 0.05, 0.05
 
@@ -257,7 +257,7 @@ class SharedPools:
         """`max_requests` limits the requests that the process serves concurrently.
 
         `first_share` is the process's share of each key's limits until the owner assigns a share. With
-        `shares_budgets`, the owner also assigns parts of budgets; otherwise, the process enforces budgets alone.
+        `shares_budgets`, the owner also assigns parts of budgets; otherwise, the process enforces budgets on its own.
         """
         self.first_share = first_share
         self.shares_budgets = shares_budgets
@@ -285,7 +285,7 @@ class Usage:
     num_requests: int = 0  # accepted requests, including running requests
     num_refused: int = 0  # requests that a limit of the key has refused
     num_running: int = 0
-    num_tokens: int = 0  # prompt and output tokens of ended requests
+    num_tokens: int = 0  # prompt and output tokens of requests that have ended
 
     def __add__(self, other: Usage) -> Usage:
         """Return the sum of the usage in two processes."""
@@ -492,7 +492,7 @@ class Account:
                 )
 
     def reserve_of_budgets(self, num_tokens: int, cost: float) -> None:
-        """Reserve the maximum that a running request may use, from all budgets."""
+        """Reserve the maximum usage of a running request in all budgets."""
         self.reserved = self.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
         self._take_of_budgets(num_tokens, cost)
 
@@ -544,7 +544,7 @@ class Reservation:
     cost_reserved: float = 0.0
     num_body_bytes: int = 0
     num_logprobs: int = 0
-    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # return the actual usage, at the end
+    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # return the usage so far; called at the end
 
     def reserve(self, num_tokens: int, *, num_logprobs: int = 0, cost: float = 0.0) -> None:
         """Reserve the maximum that a request may need. When the request ends, the unused part is returned.

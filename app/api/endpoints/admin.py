@@ -40,8 +40,6 @@ Collect = Callable[[], Awaitable[Answers[ProcessReport]]]
 
 
 class AdminRoutes(RouteGroup):
-    """`GET /admin/keys` and `GET /admin/fleet`."""
-
     def __init__(
         self,
         authenticator: Authenticator,

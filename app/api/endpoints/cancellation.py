@@ -1,4 +1,4 @@
-"""POST /v1/requests/{id}/cancel: cancels a running request like a disconnect, but sends the client an error."""
+"""POST /v1/requests/{id}/cancel: cancels a running request as a disconnect would, but sends an error."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel)
 
 @lru_cache(maxsize=64)  # a model needs few entries; encoding 26 letters takes 0.5 ms, and 7 ms with the pairs
 def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) -> _Labels:
-    """Return the labels that are one token at the start of the reply, with that token."""
+    """Return the labels that are one token at the start of the reply, mapped to that token."""
     before, *encoded = tokenizer.encode_all([f".{reply}", *(f".{reply}{label}" for label in labels)])
     return {
         label: token_ids[-1]

@@ -74,7 +74,6 @@ class SchedulerRoutes(RouteGroup):
 
     @Operation("get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList")
     async def show(self, request: Request) -> Response:
-        """List the scheduling that is in force on every replica of every model."""
         entries = [_entry(model, await switch.in_force()) for model, switch in self._switches.items()]
         return JSONResponse({"object": "list", "data": entries, **CHOICES})
 

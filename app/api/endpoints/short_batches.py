@@ -163,7 +163,6 @@ class ShortBatchRoutes(RouteGroup):
     # This route comes before the route with an id, which would match `stats`.
     @Operation("get", "/v1/batch/stats", "The remaining and finished work of batches", "BatchStats", OF_A_LIST)
     async def stats(self, request: Request) -> Response:
-        """Return the remaining and finished work of the caller's batches."""
         return JSONResponse(await self._service.stats(owner_of(request)))
 
     @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)

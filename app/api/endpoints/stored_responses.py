@@ -152,7 +152,7 @@ class StoredResponseRoutes(RouteGroup):
             return await self._behind(owner, response_id, -1 if after is None else int(after))
 
     async def _behind(self, owner: str, response_id: str, number: int) -> Response:
-        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest if it does not exist."""
+        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest if there is none."""
         events, read = StoredEvents(), list[bytes]()
         async with aclosing(self._parts(owner, response_id, waits=False, is_patient=True)) as parts:
             async for part in parts:
@@ -228,7 +228,7 @@ class StoredResponseRoutes(RouteGroup):
 
     @Operation("post", "/v1/responses/{response_id}/cancel", "Cancel a stored response", "Response", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:
-        """Cancel one response. Raises NotFound, and InvalidRequest if the response has already ended otherwise."""
+        """Cancel one response. Raises NotFound, and InvalidRequest if it has already ended for another reason."""
         owner, response_id = owner_of(request), _id_in(request, RESPONSES_PATH)
         await self._service.cancel_response(owner, response_id)
         return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
@@ -332,7 +332,7 @@ class StoredResponseRoutes(RouteGroup):
         """See `BatchService.follow_response`.
 
         If the batches process dies, a reader that `waits` or `is_patient` receives the parts from the next process.
-        Raises Unavailable if no process answers in time. Other readers wait for less time.
+        Raises Unavailable if no process answers in time. Other readers wait a shorter time.
         """
         failed_at: float | None = None  # time of the batches process's first failure after its last answer
         while True:

@@ -31,8 +31,6 @@ _QUERY: Json = {
 
 
 class UsageRoutes(RouteGroup):
-    """The route `GET /admin/usage`."""
-
     def __init__(self, owner: Owner | None, collect: Collect) -> None:
         """`owner` stores the ledger. Without an owner, the answer sums the counts of all processes."""
         self._owner = owner

@@ -117,7 +117,7 @@ async def _read(
                     continue
                 if len(body) + len(chunk) > max_bytes:
                     raise _too_large(f"more than {max_bytes:,}", max_bytes)
-                if body or has_more or len(chunk) > MAX_SIZE_ON_THE_LOOP:  # a small complete body is parsed at once
+                if body or has_more or len(chunk) > MAX_SIZE_ON_THE_LOOP:  # a small complete body is parsed immediately
                     reservation.hold_body(len(chunk))
                 body += chunk
                 if len(body) - num_allowed_for >= MIN_BYTES_PER_S:

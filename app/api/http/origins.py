@@ -36,9 +36,9 @@ class OriginPolicy:
 
         Raises NotPermitted if the Host or the Origin may not use the service.
 
-        A request without an Origin is not from a page, or the page cannot read the response. A request whose Origin
-        equals its Host is from a page on the service's own address. Forwarding headers are ignored, because any client
-        can send them.
+        Requests without an Origin are accepted, because they are not from a page, or the page cannot read the response.
+        Requests whose Origin equals their Host are accepted, because they are from the service's own address.
+        Forwarding headers are ignored, because any client can send them.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._loopback_only and not _is_loopback(host):

@@ -26,7 +26,7 @@ class WhileConnected:
     """Async context manager that cancels its block and raises ClientGone when the client disconnects.
 
     Read the body of the request first, so that `receive` can only return a disconnect. The block runs in the current
-    task, as under `asyncio.timeout`.
+    task, as with `asyncio.timeout`.
     """
 
     receive: Receive
@@ -106,7 +106,7 @@ class EventStream:
     _has_begun: bool = field(default=False, init=False)
     # Time at which the last message was passed to the server, on the event loop's clock.
     _sent_at: float = field(default=0.0, init=False)
-    # Whether the server has accepted the last message. It waits until the client has read enough earlier messages.
+    # Whether the server has accepted the last message. The server waits until the client has read enough of them.
     _is_taken: bool = field(default=True, init=False)
     _is_unread: bool = field(default=False, init=False)  # the client has not read for `UNREAD_S`
 

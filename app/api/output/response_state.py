@@ -32,7 +32,7 @@ class ResponseState(Answer):
 
     prepared: PreparedRequest
     metrics: CallMetrics
-    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # except deltas sent over the path
+    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # without the deltas that the path sends
     queued: Queued | None = None  # the queue position of the first request
     times: EngineTimes | None = None  # the times of the request with the first token
     extra_usage: Callable[[], MoreUsage] = MoreUsage  # returns additional fields of `usage`
@@ -40,7 +40,7 @@ class ResponseState(Answer):
     is_open: bool = False  # the headers may be sent before the first token, so an error can no longer set the status
     writer: Writer | None = None  # the endpoint's writer, or None if the client does not see this response
     is_streamed: bool = False  # the body asks for a stream
-    shows_loads: bool = False  # only for an admin
+    shows_loads: bool = False  # headers may show the loads of replicas, for an admin
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     ignored: tuple[str, ...] = ()  # fields without effect, then schema keywords that the grammar does not enforce
 
@@ -191,7 +191,6 @@ class ResponseState(Answer):
         return CallUsage(model.name, prepared.requests[0].is_background, used)
 
     def more_usage(self) -> MoreUsage:
-        """Return additional fields of `usage`, which OpenAI's API does not define."""
         more = self.extra_usage()
         if self.prepared.wants_timings:
             more["timings"] = self.timings()

@@ -201,7 +201,6 @@ class PackedLogprobs:
         return bool(self._packed)
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
-        """Add the next few tokens."""
         if tokens:
             self._packed.append(_pack(tokens))
 

@@ -59,7 +59,7 @@ class OtherPipeline(Protocol):
         """Run all steps before the first token of the answer, and return the pending answer."""
 
 
-Target = ServedModel | OtherPipeline  # a step lets a target answer
+Target = ServedModel | OtherPipeline  # the model or pipeline that a step lets answer
 
 
 @dataclass(slots=True, kw_only=True)

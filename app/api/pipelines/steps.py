@@ -54,7 +54,6 @@ class CascadeStep:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The models or pipelines that may answer."""
         return self.small, self.large
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:

@@ -235,7 +235,7 @@ class AllowedTools(Schema):
 
 
 class AllowedToolsChoice(Schema):
-    """`tool_choice` as an object: only these tools may be called. The prompt shows all tools, to keep its prefix."""
+    """`tool_choice` as an object: only these tools may be called. The prompt lists all tools, to keep its prefix."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

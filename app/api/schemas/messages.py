@@ -62,7 +62,7 @@ class CacheControl(Schema):
 
 
 class ContentBlock(Schema):
-    """Base of the blocks of a message."""
+    """Base of all message blocks."""
 
     cache_control: CacheControl | None = None
 
@@ -397,12 +397,12 @@ class AnthropicPrompt(Schema):
 
     @property
     def is_continued(self) -> bool:
-        """Whether the last message is from the assistant, so that the answer continues this message."""
+        """Whether the last message is from the assistant, in which case the answer continues it."""
         return self.messages[-1].role == "assistant"
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
-        # Join consecutive messages of one role, as Anthropic does, because many templates refuse such messages.
+        # Join consecutive messages of one role, as Anthropic does, because many templates refuse them.
         for role, turn in groupby(self.messages, key=lambda message: message.role):
             blocks = [block for message in turn for block in message.content]
             if role == "system":

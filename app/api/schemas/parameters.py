@@ -250,7 +250,7 @@ def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
 
 
 def refuse_names(unknown: Sequence[str]) -> None:
-    """Raise InvalidRequest that lists these unknown fields, unless there are none."""
+    """Raise InvalidRequest that lists these unknown fields, if there are any."""
     max_named = 20
     if unknown:
         shown = ", ".join(path[:100] for path in unknown[:max_named])
@@ -261,7 +261,7 @@ def refuse_names(unknown: Sequence[str]) -> None:
 
 
 def refuse_passed_over(names: Sequence[str]) -> None:
-    """Raise InvalidRequest for the first of these fields, which have no effect, unless there are none."""
+    """Raise InvalidRequest for the first of these fields without effect, if there are any."""
     if names:
         name = names[0][:MAX_NAME_LENGTH]
         raise InvalidRequest(f"{name} has no effect here; leave it out, or do not send {STRICT_HEADER}", param=name)

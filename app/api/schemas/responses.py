@@ -215,7 +215,7 @@ class ResponsesTool(FunctionDefinition, _Typed):
         return {"type": kind, kind: tool}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tool in the form that a response repeats."""
+        """Return the tool as responses repeat it."""
         shown = {"type": self.type, "name": self.name, "description": self.description}
         if self.type == "custom":
             form = {"type": "text"} if self.format is None else self.format.model_dump(exclude_none=True)
@@ -240,7 +240,7 @@ class NamespaceTool(Schema):
             described = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the namespace in the form that a response repeats."""
+        """Return the namespace as responses repeat it."""
         tools = [tool.as_json() for tool in self.tools]
         return {"type": self.type, "name": self.name, "description": self.description or "", "tools": tools}
 
@@ -301,7 +301,7 @@ class TextFormat(OutputSchema):
         return {"type": schema.pop("type"), "json_schema": schema}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the format in the form that a response repeats."""
+        """Return the format as responses repeat it."""
         return self.uncopied() if self.type == "json_schema" else {"type": self.type}
 
 
@@ -311,7 +311,7 @@ class TextOptions(Schema):
 
 
 class ReasoningOptions(Schema):
-    """The effort of reasoning. The response contains the full reasoning, never a summary, which `auto` permits."""
+    """The effort of reasoning. The response contains the full reasoning rather than a summary, as `auto` permits."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
