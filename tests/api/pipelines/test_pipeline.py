@@ -155,7 +155,7 @@ def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
     ("model_info", "pooling", "steps", "words"),
     [
         ({"generates": False}, Pooling.LAST, [GENERATE], "pipelines[0].steps[0].model: a is an encoder"),
-        ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b gives neither embeddings nor scores"),
+        ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b computes no embeddings or scores"),
     ],
 )
 def test_a_model_that_cannot_do_what_a_step_asks_is_refused_at_the_start(
