@@ -1,1 +1,1 @@
-"""Carousel without Ray: the batching engine, models, text, dispatch and the HTTP API. No module here imports Ray."""
+"""Carousel without Ray: the batching engine, models, text, dispatch and the HTTP API. Must not import Ray."""

@@ -1,6 +1,6 @@
 """The interface between the API's routes and the process that stores files, batches and responses.
 
-Both packages import this module instead of each other.
+`app.api` and `app.jobs` import this module, to avoid importing one another.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from app.json_pieces import Json
 from app.usage import Owner
 from app.webhooks.receiver import WebhookReceiver
 
-# The service tier of every batch item. In OpenAI's API, requests of the tier "flex" can wait. In Carousel, they use
-# only idle slots, are never queued, and are preempted first.
+# The service tier of all batch items. In OpenAI's API, requests with the tier "flex" may be delayed. In Carousel, they
+# only use idle slots, are never queued, and are preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
 RESPONSES_PATH = "/v1/responses"
 CHATS_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 PIECE_BYTES = 1024 * 1024  # size of the pieces in which a file is read, sent and received
 RESPONSE_RUNS = ("queued", "in_progress")  # statuses of a response that has not ended
-# Limits one request, which is an HTTP body or a line of a file, to about a million tokens of text.
+# Limit for an HTTP body or a line of a batch file, enough for about a million tokens of text.
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 
 
@@ -35,32 +35,32 @@ class ItemResponse:
 
     status_code: int
     body: Mapping[str, Any]  # long lists in the body may be `Rows`
-    is_large: bool = False  # whether the body is written in a thread, because it is large
-    latency_s: float | None = None  # None if the latency was not measured
+    is_large: bool = False  # whether the body is so large that it must be encoded in a thread
+    latency_s: float | None = None  # None if it was not measured
 
 
 @dataclass(frozen=True, slots=True)
 class ItemOrigin:
-    """Identifies the item of a job that a request serves."""
+    """Identifies the job and the item for which a request runs."""
 
     job_id: str
     number: int
 
     @property
     def request_id(self) -> str:
-        """The id in the output line, the logs, the step log and traces. All attempts share this id."""
+        """The id in the output line, the logs, the step log and traces. It is the same for all attempts."""
         return f"{self.job_id}-{self.number}"
 
 
-# Answers one body (endpoint, owner, body, origin). Raises Overloaded, Unavailable or EngineStopped if no replica can
-# serve the body now, after which the caller tries the item again later. Cancelling the call aborts the request.
+# Answers an item, given (endpoint, owner, body, origin). Raises Overloaded, Unavailable or EngineStopped if no replica
+# can serve the item now, in which case the caller retries it later. Cancelling the call aborts the request.
 Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[ItemResponse]]
 
 
 class JobState(StrEnum):
     """`validating` → `failed` | `in_progress` → `finalizing` → `completed`.
 
-    A client's cancellation leads to `cancelling` → `cancelled`, and the end of the batch's window to `expired`.
+    A job that is cancelled becomes `cancelling` → `cancelled`. A job whose window ends becomes `expired`.
     """
 
     VALIDATING = "validating"
@@ -79,14 +79,14 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Limits of a batch service. They are not settings, because no operator needs other values; tests do."""
+    """Limits of a batch service. They are not settings, because only tests need other values."""
 
     max_file_bytes: int = 200 * 1024 * 1024  # as in OpenAI's batches
     max_lines: int = 50_000  # as in OpenAI's batches
     max_line_bytes: int = MAX_REQUEST_BYTES
-    max_responses: int = 1024  # responses that have not ended; each needs a task and an open file
-    max_batches: int = 64  # batches that have not ended; each needs a task, a journal and some items in memory
-    window_s: int = 86_400  # time until a batch expires: the `24h` of OpenAI's API
+    max_responses: int = 1024  # unfinished responses, each of which needs a task and an open file
+    max_batches: int = 64  # unfinished batches, each of which needs a task, a journal and some items in memory
+    window_s: int = 86_400  # time until a batch expires, the `24h` of OpenAI's API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +111,18 @@ class NewBatch:
 
 
 class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a stored answer. It is also the first record in the answer's file."""
+    """A request whose answer is to be stored. It is also the first record in the answer's file."""
 
     owner: str
     path: str = RESPONSES_PATH  # path of the endpoint
     body: bytes  # JSON
-    headers: dict[str, str] = {}  # headers that decide where and when the request runs
+    headers: dict[str, str] = {}  # headers that affect where and when the request runs
     request_id: str
     is_strict: bool = False
     response_id: str  # the id under which the answer is stored
     previous: str | None = None  # id of the response that this request continues
     is_streamed: bool = False
-    may_wait: bool = False  # whether it may wait for room on a replica, because the client does not wait for the answer
+    may_wait: bool = False  # whether it may wait for a free replica, because the client does not wait for the answer
     created_at: int = 0  # seconds since 1970; 0 means now
 
 
@@ -135,37 +135,37 @@ class AnswerEnd(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(NamedTuple):
-    """The next bytes of a stored answer's records, cut anywhere. Only the last part sets `end`."""
+    """The next bytes of a stored answer's records, split at any position. Only the last part sets `end`."""
 
     data: bytes
     end: AnswerEnd | None = None
 
 
 class AnswerRecorder(Protocol):
-    """Generates an answer that is stored in the meantime."""
+    """Generates an answer while it is being stored."""
 
     @property
     def info(self) -> bytes:
-        """The second record in the answer's file, which readers need to interpret the records after it."""
+        """The second record in the answer's file, which readers need to interpret the following records."""
 
     def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Generate the answer. Yields the contents of the records after the `known` records of an earlier attempt."""
+        """Generate the answer. Yields the contents of its records after `known`, the records of an earlier attempt."""
 
     def end(self) -> AnswerEnd:
-        """Return how the answer ended. Call this method after the last record."""
+        """Return how the answer ended. Must be called after the last record."""
 
 
 # Reads an owner's answer by its id, from the first byte to the end. The second argument is True if another answer
-# continues it. In this case, even a deleted or expired answer can be read.
+# continues it. In that case, even a deleted or expired answer can be read.
 ReadAnswer = Callable[[str, bool], AsyncGenerator[AnswerPart, None]]
-# Prepares an answer, and uses the reader for the responses that it continues. Raises the errors with which the request
-# would be refused if its answer were not stored.
+# Prepares an answer, and uses the reader for the responses that it continues. Raises the same errors as for a request
+# whose answer is not stored.
 PrepareStoredAnswer = Callable[[NewResponse, ReadAnswer], AbstractAsyncContextManager[AnswerRecorder]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageOf:
-    """The requested part of a list: up to `limit` entries that follow the entry with the id `after`."""
+    """The requested part of a list: up to `limit` entries after the entry with the id `after`."""
 
     owner: str
     limit: int
@@ -177,14 +177,14 @@ class PageOf:
 def previous_not_found(response_id: str) -> InvalidRequest:
     """Return the error for a `previous_response_id` that this key cannot use, with OpenAI's error code."""
     return InvalidRequest(
-        f"there is no response {response_id[:100]!r} to continue; it may have been deleted, or not been stored",
+        f"there is no response {response_id[:100]!r} to continue; it may have been deleted or was never stored",
         param="previous_response_id",
         code="previous_response_not_found",
     )
 
 
 def list_object(objects: Sequence[Json], page: PageOf) -> Json:
-    """Return a page in the form of OpenAI's lists. `objects` holds `limit + 1` entries if more pages follow."""
+    """Return a page as a list object of OpenAI's API. If more pages follow, `objects` must have `limit + 1` entries."""
     shown = list(objects[: page.limit])
     return {
         "object": "list",
@@ -196,10 +196,10 @@ def list_object(objects: Sequence[Json], page: PageOf) -> Json:
 
 
 class BatchService(Owner, Protocol):
-    """Stores files, batches and responses, which it returns as objects of OpenAI's API, and the ledger of usage.
+    """Stores files, batches and responses, returned as objects of OpenAI's API, and the ledger of usage.
 
-    Only its owner can see an object. The owner is "" if the service does not distinguish owners. Every method raises
-    NotFound for an id that its owner does not have, and Unavailable if nothing can be stored now.
+    Only its owner can access an object. The owner is "" if the service does not distinguish owners. All methods raise
+    NotFound if the owner has no object with the given id, and Unavailable if storage currently fails.
     """
 
     async def begin_upload(self, owner: str) -> str:
@@ -209,28 +209,28 @@ class BatchService(Owner, Protocol):
         """Add a piece. Raises BodyTooLarge if the file is too large, InvalidRequest if the owner's share is used up."""
 
     async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
-        """Store the uploaded pieces as a file, and return its object. The file then survives any crash."""
+        """Store the uploaded pieces as a file, which then survives any crash, and return its object."""
 
     async def abandon_upload(self, upload_id: str) -> None:
         """Discard the uploaded pieces. Does nothing if the upload has ended."""
 
     async def file(self, owner: str, file_id: str) -> Json:
-        """Return the object of one file."""
+        """Return a file's object."""
 
     async def files(self, page: PageOf) -> Json:
         """Return a list of files."""
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
-        """Return a piece of a file's content, which is empty if `offset` is at or after the end."""
+        """Return a piece of a file's content, or no bytes if `offset` is at or after the end."""
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
-        """Delete a file. Raises InvalidRequest while a batch reads it."""
+        """Delete a file. Raises InvalidRequest while a batch is reading it."""
 
     async def create_batch(self, new: NewBatch) -> Json:
-        """Start a batch. Raises Overloaded if too many batches have not ended, InvalidRequest for a bad webhook."""
+        """Start a batch. Raises Overloaded if too many are unfinished, and InvalidRequest for an invalid webhook."""
 
     async def batch(self, owner: str, batch_id: str) -> Json:
-        """Return the object of one batch."""
+        """Return a batch's object."""
 
     async def batches(self, page: PageOf) -> Json:
         """Return a list of batches."""
@@ -239,25 +239,25 @@ class BatchService(Owner, Protocol):
         """Stop a batch. Raises InvalidRequest if all of its lines have ended."""
 
     async def create_response(self, new: NewResponse) -> None:
-        """Start a response. Raises Overloaded, or the error with which the endpoint refuses a bad body."""
+        """Start a response. Raises Overloaded, or the endpoint's error for an invalid body."""
 
     def follow_response(
         self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
     ) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the records of one response from the byte `offset` on, and the end of the response.
+        """Yield a response's records from the byte `offset` on, and its end.
 
-        `waits`: wait for parts that are not written yet. Otherwise the generator stops after the stored parts, without
-        an end if the response still runs. `is_continued`: another response continues this one, so that it can be read
-        even if it is deleted or expired.
+        waits: whether to wait for parts that were not written yet. Otherwise, the generator stops after the stored
+        parts, without an end if the response is still running. is_continued: whether another response continues this
+        one, which can then be read even if it was deleted or has expired.
 
-        If a response is refused before its first token, it ends with the status "refused" and is forgotten.
+        If a response is rejected before its first token, it ends with the status "refused" and is soon deleted.
         """
 
     async def cancel_response(self, owner: str, response_id: str) -> None:
         """Cancel a response. Raises InvalidRequest if it has already ended for another reason."""
 
     async def delete_response(self, owner: str, response_id: str) -> None:
-        """Delete a response, which is aborted if it still runs."""
+        """Delete a response. If it is still running, it is aborted."""
 
     async def stats(self, owner: str) -> Json:
-        """Return how many batches and requests are in each state, and the rate of generated tokens."""
+        """Return the number of batches and requests in each state, and the rate of generated tokens."""

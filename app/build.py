@@ -1,7 +1,7 @@
-"""Build an engine from a config. This is the only module that imports both the engine and the model.
+"""Builds an engine from a config. This is the only module that imports both the engine and the model.
 
-`app.model` is imported only when an engine is built, so that a process that only looks up a model's location does not
-load torch.
+`app.model` is only imported when an engine is built, to avoid loading torch in processes that only need a model's
+location.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ ONE_DEVICE = ReplicasConfig(num_replicas=1)
 def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> AsyncEngine:
     """Load the model, size its KV memory and start the engine's thread. Takes seconds to minutes.
 
-    If `sleep_after_s` is set, the engine first waits until other engines of the device have released enough memory.
+    If `sleep_after_s` is set, first waits until other engines on the device have released enough memory.
 
     Raises:
         InvalidSetup: this machine cannot run the configuration.
-        UnsupportedModel: the model cannot be served; the message says why.
+        UnsupportedModel: the model cannot be served; the message explains why.
     """
     if replicas.sleep_after_s is None:
         return _in_a_thread(config, build_sync_engine(config, replicas))
@@ -84,8 +84,8 @@ def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) ->
 
 
 def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController | None = None) -> AsyncEngine:
-    # Limit of the prompt tokens that wait on one replica. `scheduler.max_waiting` limits the number of requests; this
-    # limits the memory of long prompts to 32 MB of token ids, which are minutes of prefill even on a GPU.
+    # `scheduler.max_waiting` limits how many requests wait on a replica. This limits the memory that long prompts take
+    # to 32 MB of token ids, which are minutes of prefill even on a GPU.
     max_waiting_tokens = 1_000_000
     return AsyncEngine(
         engine,
@@ -97,7 +97,7 @@ def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController 
 
 
 def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
-    """Return the lease with which engines that sleep take turns on their device.
+    """Return the lease through which engines that sleep share a device's memory.
 
     Raises:
         InvalidSetup: the engine needs more memory than the device has, or the model cannot sleep.
@@ -125,7 +125,7 @@ def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
 
 
 def build_matchers(config: EngineConfig, model_info: ModelInfo) -> Matchers:
-    """Return the matchers for requests with grammars. `prepare` or the first grammar reads the tokenizer."""
+    """Return a factory for matchers. The tokenizer is only read by `prepare` or for the first grammar."""
     from app.grammar.grammars import Grammars
     from app.grammar.vocabulary import read_vocabulary
 
@@ -145,7 +145,7 @@ def build_sync_engine(
 ) -> Engine:
     """Build an engine without a thread, for callers that run each step themselves.
 
-    keeps_all: layers with a sliding window keep the blocks that have left the window.
+    keeps_all: whether layers with a sliding window keep the blocks that have left the window.
     """
     if config.model.simulated is not None:
         return _build_simulated(config)
@@ -153,9 +153,8 @@ def build_sync_engine(
 
 
 def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: bool) -> Engine:
-    from app.model.description import sentence_settings
+    from app.model.description import is_encoder, sentence_settings
     from app.model.device import device_of
-    from app.model.implementations.encoder import is_encoder
     from app.model.loader import load_runner
 
     location = resolve_model_path(config.model.path)
@@ -165,7 +164,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
     if device.type != "cpu":
         _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
     if replicas.tensor_parallel == 1:
-        # Engines that sleep take turns, so each engine may use all of the memory in its turn.
+        # Engines that sleep take turns, so each may use all of the memory during its turn.
         loaded = load_runner(
             config,
             gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0,
@@ -195,7 +194,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
             if loaded.draft is None
             else _model_drafter(config, loaded.model.model_info, loaded.draft, replicas)
         ),
-        # On a GPU, the KV memory was sized by the memory that the largest step leaves free.
+        # On a GPU, KV memory gets the memory that the largest step leaves free.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
         store=store,
     )
@@ -209,7 +208,7 @@ def _check_drafts(config: EngineConfig, loaded: LoadedRunner) -> None:
 
 
 def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
-    """Return whether the settings let replicas fetch KV memory from one another."""
+    """Whether the settings let replicas fetch KV blocks from one another."""
     fetches = replicas.fetch_prefixes
     if fetches is None:
         fetches = device_type == "cpu" or replicas.prefill_replicas is not None
@@ -219,10 +218,10 @@ def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
 def _store_of(
     config: EngineConfig, replicas: ReplicasConfig, loaded: LoadedRunner, runner: ModelRunner
 ) -> BlockStore | None:
-    """Return the store that finds prefixes in a folder or on other replicas, or None if the settings ask for neither.
+    """Return the store that finds prefixes in a folder or on other replicas, or None if neither is configured.
 
-    If the runner cannot copy its KV memory, this function logs the reason and returns None.
-    Raises InvalidSetup with `prefill_replicas`, because replicas with roles need such a store.
+    If the runner's KV memory cannot be copied, logs the reason and returns None, but raises InvalidSetup if
+    `prefill_replicas` is set, because replicas with roles need a store.
     """
     tiers, has_peers = config.cache.tiers, _has_peers(replicas, loaded.model.device.type)
     if not (tiers or has_peers):
@@ -232,8 +231,8 @@ def _store_of(
         reason = _why_blocks_stay(loaded, replicas)
         if replicas.prefill_replicas is not None:
             raise InvalidSetup(
-                f"replicas.prefill_replicas: replicas for prefill and decode fetch KV memory from one another, which "
-                f"does not work here: {reason}. Remove replicas.prefill_replicas"
+                f"replicas.prefill_replicas: replicas for prefill and decode fetch KV blocks from one another, which "
+                f"is not possible here: {reason}; remove replicas.prefill_replicas"
             )
         level = logging.WARNING if tiers else logging.INFO
         logger.log(level, "prefixes are neither stored in a folder nor fetched from other replicas: %s", reason)
@@ -251,22 +250,22 @@ def _store_of(
 
 
 def _why_blocks_stay(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
-    """Return the reason why other threads cannot copy the KV memory of this model's runner."""
+    """Return the reason why the runner's KV memory cannot be copied."""
     if replicas.tensor_parallel > 1:
-        return f"replicas.tensor_parallel is {replicas.tensor_parallel}, and the KV memory must be in one process"
+        return f"replicas.tensor_parallel is {replicas.tensor_parallel}, but the KV memory must be in one process"
     if not loaded.model.layers:
-        return "the model has only recurrent layers, so its blocks hold nothing that a prefix could be found by"
+        return "the model has only recurrent layers, so its blocks have no content"
     if loaded.model.states:
-        return "the states of recurrent layers are not copied from a GPU, and blocks without a state cannot be resumed"
-    return f"the kernels that copy blocks do not exist for {loaded.model.device.type}"
+        return "the states of recurrent layers cannot be copied from a GPU, and blocks are useless without a state"
+    return f"blocks cannot be copied on {loaded.model.device.type}"
 
 
 def _model_drafter(
     config: EngineConfig, model_info: ModelInfo, draft: LoadedRunner, replicas: ReplicasConfig
 ) -> ModelDrafter:
-    """Return the drafter. `model_info` describes the served model. Raises InvalidSetup if the models' tokens differ."""
+    """Return a drafter for the model that `model_info` describes. Raises InvalidSetup if the models' tokens differ."""
     of_draft = config.of_draft_model
-    assert of_draft is not None, "it was loaded with these settings"
+    assert of_draft is not None, "the draft model was loaded with these settings"
     _check_tokens(config.model, of_draft.model, model_info, draft.model.model_info)
     return ModelDrafter(
         _runner_of(of_draft, draft, replicas),
@@ -276,15 +275,15 @@ def _model_drafter(
 
 
 def _check_tokens(model: ModelConfig, draft: ModelConfig, model_info: ModelInfo, of_draft: ModelInfo) -> None:
-    """Raise InvalidSetup if a draft model has another token for any id. Takes seconds if the tokenizer files differ."""
+    """Raise InvalidSetup if a token differs between the models. Takes seconds if the tokenizer files differ."""
     from app.grammar.vocabulary import read_vocabulary
 
-    fix = f"choose a draft model of the family of {model.path}, or another speculation.method"
+    fix = f"choose a draft model from the same family as {model.path}, or another speculation.method"
     number, of_draft_number = model_info.vocab_size, of_draft.vocab_size
     if number != of_draft_number:
         raise InvalidSetup(
-            f"speculation.model: {draft.path} has {of_draft_number:,} tokens and {model.path} {number:,}; a draft "
-            f"model needs the same number: {fix}"
+            f"speculation.model: {draft.path} has {of_draft_number:,} tokens, but {model.path} has {number:,}, and "
+            f"both models need the same tokens; {fix}"
         )
     file, other_file = (Path(resolve_model_path(each.path)) / "tokenizer.json" for each in (model, draft))
     if file.is_file() and other_file.is_file() and filecmp.cmp(file, other_file, shallow=False):
@@ -297,17 +296,17 @@ def _check_tokens(model: ModelConfig, draft: ModelConfig, model_info: ModelInfo,
     if others:
         first = others[0]
         raise InvalidSetup(
-            f"speculation.model: {len(others):,} of {number:,} tokens of {draft.path} differ from those of "
-            f"{model.path}; the first difference is id {first}: {theirs[first]!r}, not {ours[first]!r}; {fix}"
+            f"speculation.model: {len(others):,} of the {number:,} tokens in {draft.path} differ from those in "
+            f"{model.path}; the first one is id {first}: {theirs[first]!r} instead of {ours[first]!r}; {fix}"
         )
 
 
 def _refuse_draft_model(config: EngineConfig, reason: str) -> None:
-    """Raise InvalidSetup with this reason if the settings name a draft model."""
+    """Raise InvalidSetup with this reason if a draft model is configured."""
     if config.speculation.model is not None:
         raise InvalidSetup(
-            f"speculation.method is draft_model, but {reason}: a draft model needs a decoder that one process computes "
-            f"on a CPU; set speculation.method to off"
+            f"speculation.method is draft_model, but {reason}: a draft model only works with a decoder that runs in "
+            f"one process on a CPU; set speculation.method to off"
         )
 
 
@@ -332,7 +331,7 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
         folder = folder_of_adapter(adapter)
 
         def check_and_make_room() -> None:
-            check_digest(adapter, folder)  # after the files were read, because they may be replaced at any moment
+            check_digest(adapter, folder)  # must follow reading, because the files may be replaced at any time
             difference = another_base(folder, served, model.revision)
             if difference is not None:
                 logger.warning("the adapter %s has the right sizes, but %s", adapter.name, difference)
@@ -353,12 +352,12 @@ def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str
     _refuse_draft_model(config, f"{config.model.path} is an encoder")
     if replicas.tensor_parallel > 1:
         raise InvalidSetup(
-            f"replicas.tensor_parallel is {replicas.tensor_parallel}, but {config.model.path} is an encoder, and an "
-            f"encoder is not divided: set replicas.tensor_parallel to 1"
+            f"replicas.tensor_parallel is {replicas.tensor_parallel}, but {config.model.path} is an encoder, which "
+            f"cannot be divided; set replicas.tensor_parallel to 1"
         )
     if replicas.sleep_after_s is not None:
         raise InvalidSetup(
-            f"replicas.sleep_after_s: {config.model.path} is an encoder, and encoders do not sleep; remove the setting"
+            f"replicas.sleep_after_s: {config.model.path} is an encoder, which cannot sleep; remove the setting"
         )
     num_threads = config.model.num_threads or num_cores()
     torch.set_num_threads(num_threads)
@@ -404,7 +403,7 @@ def _start_ranks(config: EngineConfig, replicas: ReplicasConfig) -> Ranks:
 
 
 def _build_simulated(config: EngineConfig) -> Engine:
-    """Build a simulated engine without importing torch, so that a simulated replica starts fast and stays small."""
+    """Build a simulated engine without importing torch, so that simulated replicas start fast and stay small."""
     _refuse_draft_model(config, f"{config.model.path} is simulated")
     from app.model.description import read_description
     from app.model.simulated import SimulatedCosts, SimulatedModelRunner, num_simulated_blocks
@@ -440,7 +439,7 @@ def _build_simulated(config: EngineConfig) -> Engine:
 
 
 def drafter_of(settings: SpeculationConfig) -> Drafter:
-    """Return the drafter that works without a draft model, for all requests or only for requests with a prediction."""
+    """Return a drafter without a draft model, for all requests or only for requests with a prediction."""
     return LookupDrafter(only_predictions=settings.method != "lookup")
 
 
@@ -460,17 +459,14 @@ def assemble(
     scheduler_class: type[Scheduler] = Scheduler,
     engine_class: type[Engine] = Engine,
 ) -> Engine:
-    """Return an engine around any model runner. If the model has KV memory, a request may use at most the whole pool.
-
-    If the runner can launch steps, the engine prepares each step while the step before it is computed.
-    """
+    """Return an engine for any model runner. Lowers `max_model_len` if the KV memory cannot hold such a request."""
     if model_info.generates:
         pool = BlockPool.of(model_info, scheduler, num_blocks=num_blocks, block_size=cache.block_size)
         model_info = replace(model_info, max_model_len=min(model_info.max_model_len, pool.max_sequence_tokens))
     else:
         pool = NoBlocks(max_model_len=model_info.max_model_len)
     if model_info.num_state_slots:
-        assert not runner.launches, "a step of a model with recurrent layers ends before the next one is scheduled"
+        assert not runner.launches, "with recurrent layers, steps cannot be launched ahead"
     deciding = scheduler_class(
         config=scheduler,
         pool=pool,

@@ -1,4 +1,4 @@
-"""Commands, environment and priorities for child processes that run a module of Carousel."""
+"""Commands, environments and priorities for child processes that run one of Carousel's modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """Return a command that runs a module of Carousel in another process. Needs `child_environment`."""
+    """Return a command that runs one of Carousel's modules. It requires the environment of `child_environment`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -25,8 +25,8 @@ def child_environment() -> dict[str, str]:
 def lower_priority() -> None:
     """Lower the CPU priority of the calling thread, or of the process on systems where all threads share a priority.
 
-    The system then prefers threads that serve requests. The niceness becomes 10, or rises by 4 if it is above 10, as in
-    Ray's workers, because only root may lower a niceness. Child processes inherit the niceness.
+    The system then prefers threads that serve requests. The niceness becomes 10. If it is already above 10, as in Ray's
+    workers, it rises by 4, because only root may lower it. Child processes inherit the niceness.
     """
     niceness, least_steps = 10, 4
     steps = niceness - os.nice(0)
@@ -37,11 +37,11 @@ def lower_priority() -> None:
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process the signal `by` when the thread that started it ends. Linux only.
 
-    The signal arrives even while this process is stopped. `parent` is the id of the process that started this one.
-    Raises SystemExit if that process has already ended.
+    By default, this kills the process even while it is stopped. `parent` is the id of the process that started this
+    one. Raises SystemExit if the parent has already ended.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
         if os.getppid() != parent:
-            raise SystemExit("the process that started this one has ended already")
+            raise SystemExit("the process that started this one has already ended")

@@ -1,4 +1,4 @@
-"""Finds the cores and the memory that this process may use, and the cores that share a cache."""
+"""Finds the cores and memory that this process may use, and the cores that share a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_LIMIT = 2**63
 def num_cores() -> int:
     """Return the number of cores that this thread may use, or fewer if its control groups grant less CPU time.
 
-    A part of a core counts as one core: two threads that share 1.1 cores are faster than one (docs/results/engine.md).
+    Fractions are rounded up, because two threads on 1.1 cores are faster than one (docs/results/engine.md).
     """
     allowed = len(allowed_cpus())
     granted = granted_cores(_own_groups(), _ROOT)
@@ -31,10 +31,10 @@ def allowed_cpus() -> set[int]:
 
 
 def granted_cores(groups: str, root: Path) -> float:
-    """Return the smallest CPU quota, in cores, of some control groups and their parents; infinity without a quota.
+    """Return the smallest CPU quota, in cores, among control groups and their parents, or infinity without a quota.
 
-    `groups` is text in the form of /proc/self/cgroup. `root` is the folder where the groups (version 1 or 2) are
-    mounted. In a container, the groups' names may be valid only outside, while only the root group is mounted inside.
+    `groups` has the format of /proc/self/cgroup. `root` is the folder where the groups (version 1 or 2) are mounted. In
+    a container, only the root group may be mounted, while the names refer to groups outside the container.
     """
     return min(map(_quota, _folders(groups, root, "cpu")), default=math.inf)
 
@@ -48,7 +48,7 @@ class NearCpus:
 
 
 def near_cpus(allowed: Collection[int], system: Path = _SYSTEM) -> list[NearCpus]:
-    """Group the allowed CPUs by L3 cache, sorted by NUMA node. CPUs without a known cache form one group per node."""
+    """Group the allowed CPUs by L3 cache, sorted by NUMA node. CPUs without a known cache are grouped by node."""
     nodes = _nodes(system)
     found: dict[int, dict[int, set[int]]] = {}  # by node, then by the first CPU that shares the cache
     for cpu in sorted(allowed):
@@ -58,14 +58,14 @@ def near_cpus(allowed: Collection[int], system: Path = _SYSTEM) -> list[NearCpus
 
 
 def _true_groups(caches: Mapping[int, set[int]]) -> list[set[int]]:
-    """Merge all groups if one has under 4 CPUs, because many virtual machines wrongly report a cache for each CPU."""
+    """Merge all groups if any has fewer than 4 CPUs, because many virtual machines wrongly report a cache per CPU."""
     least_cpus = 4
     groups = list(caches.values())
     return groups if min(map(len, groups)) >= least_cpus else [set().union(*groups)]
 
 
 def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[NearCpus]:
-    """Return the groups for engine `index` of `number`: one group if it is large enough, or all in its equal share."""
+    """Return the groups for engine `index` of `number`: one if it is large enough, or those in the engine's share."""
     ends = list(accumulate(len(each.cpus) for each in groups))
     begin, end = index * ends[-1] / number, (index + 1) * ends[-1] / number
     middle = next(each for each, last in zip(groups, ends, strict=True) if (begin + end) / 2 < last)
@@ -75,14 +75,14 @@ def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[N
 
 
 def numa_nodes_of_thread() -> str:
-    """Return the NUMA nodes of this thread's CPUs, such as `0+1`, or "" if the machine has no other nodes."""
+    """Return the NUMA nodes of this thread's CPUs, such as `0+1`, or "" if these are all of the machine's nodes."""
     nodes = _nodes(_SYSTEM)
     own = {nodes.get(cpu, 0) for cpu in allowed_cpus()}
     return "" if own >= set(nodes.values()) else "+".join(map(str, sorted(own)))
 
 
 def _nodes(system: Path) -> dict[int, int]:
-    """Return the NUMA node of each CPU. Nodes without CPUs do not appear."""
+    """Return each CPU's NUMA node. Nodes without CPUs are omitted."""
     return {
         cpu: int(folder.name.removeprefix("node"))
         for folder in system.glob("node/node[0-9]*")
@@ -91,7 +91,7 @@ def _nodes(system: Path) -> dict[int, int]:
 
 
 def _sharing_cache(cpu: int, system: Path) -> set[int]:
-    """Return the CPUs that share the L3 cache of `cpu`; empty if `cpu` has no L3 cache or Linux does not report it."""
+    """Return the CPUs that share the L3 cache of `cpu`, or an empty set if Linux reports no L3 cache."""
     last_level = 3
     for folder in system.glob(f"cpu/cpu{cpu}/cache/index[0-9]*"):
         if _numbers(folder / "level") == [last_level]:
@@ -100,7 +100,7 @@ def _sharing_cache(cpu: int, system: Path) -> set[int]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the numbers in a file that contains a list such as `0-3,8`; empty if the file cannot be read."""
+    """Return the numbers in a file with a list such as `0-3,8`, or an empty list if the file cannot be read."""
     try:
         return _numbers_of(path.read_text())
     except OSError:
@@ -113,20 +113,20 @@ def _numbers_of(ranges: str) -> list[int]:
 
 
 def memory_of_machine() -> int:
-    """Return the machine's memory in bytes, or less if a control group of this process grants less."""
+    """Return the machine's memory in bytes, or less if one of this process's control groups grants less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, granted_memory(_own_groups(), _ROOT))
 
 
 def granted_memory(groups: str, root: Path) -> int:
-    """Return the smallest memory limit, in bytes, of some control groups and their parents; see `granted_cores`."""
+    """Return the smallest memory limit, in bytes, among control groups and their parents (see `granted_cores`)."""
     return int(min(map(_limit, _folders(groups, root, "memory")), default=_NO_LIMIT))
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process can allocate now without swapping or being killed; None if unknown.
+    """Return how many bytes this process can allocate now without swapping or being killed, or None if unknown.
 
-    Linux estimates the number for the machine. A control group of this process may have less left.
+    This is Linux's estimate for the machine, or less if one of this process's control groups has less left.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -137,7 +137,7 @@ def available_memory() -> int | None:
 
 
 def memory_left(groups: str, root: Path) -> int:
-    """Return the fewest bytes left below a memory limit of some control groups or parents; see `granted_cores`."""
+    """Return how many bytes are left below the memory limits of control groups and parents (see `granted_cores`)."""
     folders = _folders(groups, root, "memory")
     return int(min((_limit(each) - _used(each) for each in folders if _limit(each) < _NO_LIMIT), default=_NO_LIMIT))
 
@@ -161,17 +161,17 @@ def _folders(groups: str, root: Path, controller: str) -> Iterator[Path]:
 
 
 def _limit(folder: Path) -> int:
-    """Return a group's memory limit in bytes; `_NO_LIMIT` if it has none."""
+    """Return a group's memory limit in bytes, or `_NO_LIMIT` without one."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         try:
             return int((folder / name).read_text())
-        except (OSError, ValueError):  # the file of a group without a limit contains the text `max`
+        except (OSError, ValueError):  # the file contains `max` if the group has no limit
             continue
     return _NO_LIMIT
 
 
 def _used(folder: Path) -> int:
-    """Return a group's used memory in bytes, without inactive file pages, which Linux frees under pressure."""
+    """Return a group's used memory in bytes, excluding inactive file pages, which Linux frees under pressure."""
     for usage, inactive in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
         try:
             counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -182,12 +182,12 @@ def _used(folder: Path) -> int:
 
 
 def _quota(folder: Path) -> float:
-    """Return a group's CPU quota in cores; infinity if it has none."""
+    """Return a group's CPU quota in cores, or infinity without one."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except (OSError, ValueError):  # version 2 writes `max` for no quota
+    except (OSError, ValueError):  # in version 2, the file contains `max` if the group has no quota
         return math.inf

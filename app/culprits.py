@@ -1,4 +1,4 @@
-"""Finds the item that kills the process that computes it, by counting evidence and trying one suspect at a time.
+"""Finds items that kill the process that computes them, by counting losses and running suspects one by one.
 
 A dead process cannot report which of its items killed it. The suspects are the items that had made no progress. The
 culprit is the suspect that also kills the next process when it runs alone.
@@ -17,36 +17,35 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 @dataclass(slots=True)
 class _Losses:
-    """The losses of one item. Each is stored as the place where the item ran, such as a replica; None if unknown."""
+    """One item's losses: for each, the place where the item was running, such as a replica, or None if unknown."""
 
     places: list[Hashable] = field(default_factory=list)
     without_progress: list[Hashable] = field(default_factory=list)  # losses since the item last made progress
-    are_its_doing: bool = False  # whether the item is a culprit, and therefore caused these losses
+    are_its_doing: bool = False  # whether the item caused these losses, because it is a culprit
 
 
 class Culprits(Generic[KeyT]):
-    """Counts the losses of each item. A loss is evidence against an item that had made no progress at that place.
+    """Counts each item's losses. A lost place is evidence against the items that had made no progress on it.
 
-    An item with `alone_after` such losses in a row is a suspect and should be tried alone. After `max_losses`, it is a
-    culprit and should be given up. Losses that a known culprit caused no longer count against other items.
+    After `alone_after` such losses in a row, an item is a suspect and should run alone. After `max_losses`, it is a
+    culprit and should fail. Losses caused by a known culprit do not count against other items.
     """
 
     def __init__(self, *, max_losses: int, alone_after: int | None = None, max_remembered: int | None = None) -> None:
-        """`alone_after` defaults to `max_losses`. `max_remembered` limits the remembered items (None for no limit)."""
+        """`alone_after` defaults to `max_losses`. `max_remembered` limits the number of items, or None for no limit."""
         self._max_losses = max_losses
         self._alone_after = max_losses if alone_after is None else alone_after
         self._max_remembered = max_remembered
-        self._losses: OrderedDict[KeyT, _Losses] = OrderedDict()  # sorted by the last loss, the oldest first
+        self._losses: OrderedDict[KeyT, _Losses] = OrderedDict()  # ordered by last loss, the oldest first
         self._known_culprits: deque[Hashable] = deque(maxlen=100)  # the last places that culprits killed
 
     def __len__(self) -> int:
-        """Return the number of remembered items."""
         return len(self._losses)
 
     def note_loss(
         self, key: KeyT, place: Hashable = None, *, has_progressed: bool = False, was_trusted: bool = True
     ) -> None:
-        """Record that `place`, where this item ran, is lost. `was_trusted`: the place was not under suspicion."""
+        """Record that `place`, where this item was running, was lost. `was_trusted`: the place was not suspected."""
         losses = self._losses.setdefault(key, _Losses())
         self._losses.move_to_end(key)
         losses.places.append(place)
@@ -61,29 +60,29 @@ class Culprits(Generic[KeyT]):
             self._losses.popitem(last=False)
 
     def num_losses(self, key: KeyT) -> int:
-        """Return the number of the item's losses, without those that another item is known to have caused."""
+        """Return the number of the item's losses, except those that another item is known to have caused."""
         losses = self._discounted(key)
         return len(losses.places) if losses else 0
 
     def losses_without_progress(self, key: KeyT) -> int:
-        """Return the number of losses since the item last made progress, except at places known as faulty."""
+        """As `num_losses`, but count only the losses since the item last made progress."""
         losses = self._discounted(key)
         return len(losses.without_progress) if losses else 0
 
     def is_suspect(self, key: KeyT) -> bool:
-        """Return whether the item should be tried alone."""
+        """Whether the item should run alone."""
         return self.losses_without_progress(key) >= self._alone_after
 
     def is_culprit(self, key: KeyT) -> bool:
-        """Return whether the item should be given up."""
+        """Whether the item should fail."""
         return self.losses_without_progress(key) >= self._max_losses
 
     def forget(self, key: KeyT) -> None:
-        """Forget an item that has ended."""
+        """Drop an item that has ended."""
         self._losses.pop(key, None)
 
     def is_alive(self, place: Hashable) -> None:
-        """Record that `place` was only silent, not dead, so no item killed it."""
+        """Record that `place` was only unresponsive, not dead, so no item has killed it."""
         if place in self._known_culprits:
             self._known_culprits.remove(place)
 
@@ -96,25 +95,25 @@ class Culprits(Generic[KeyT]):
 
 
 class SuspectQueue:
-    """Lets one suspect run at a time, until its first token or its next loss."""
+    """Lets suspects run one by one, each until its first token or its next loss."""
 
     def __init__(self, *, longest_s: float = 2.0) -> None:
-        """A turn ends after `longest_s` at the latest, because a queue or a long prompt may delay the first token."""
+        """A turn ends after at most `longest_s`, because a queue or a long prompt may delay the first token."""
         self._longest_s = longest_s
         self._turn = asyncio.Lock()
         self._request_id: str | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self, request_id: str) -> None:
-        """Wait until no other suspect has a turn, and begin this request's turn."""
+        """Wait until no other suspect has a turn, and then start this request's turn."""
         await self._turn.acquire()
         self._request_id = request_id
         self._timer = asyncio.get_running_loop().call_later(self._longest_s, self.end, request_id)
 
     def end(self, request_id: str) -> None:
-        """End this request's turn, after a token, a loss, or too long a time. Does nothing outside its turn."""
+        """End this request's turn, after a token, a loss, or the time limit. Does nothing outside its turn."""
         if request_id == self._request_id:
-            assert self._timer is not None, "a request that has its turn has a limit"
+            assert self._timer is not None, "every turn has a time limit"
             self._timer.cancel()
             self._request_id = None
             self._turn.release()

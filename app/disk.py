@@ -1,4 +1,4 @@
-"""Writes that survive a crash of the machine, file locks, and a thread that runs both, because they block."""
+"""Writes that survive a crash of the machine, file locks, and a thread for both, because they block."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A full disk may be freed, and network storage may recover. Other errors, such as missing permission, need an operator.
+# A full disk may get free space, and network storage may recover. Other errors, such as EACCES, require an operator.
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT))
 _PASSING_SQLITE = frozenset((sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY))
 STORAGE_FAILURES = (OSError, sqlite3.Error)
-STORAGE_PAUSE_S = 5.0  # pause before failed storage is tried again
+STORAGE_PAUSE_S = 5.0  # pause before retrying after storage has failed
 
 
 def may_pass(error: OSError | sqlite3.Error) -> bool:
@@ -35,12 +35,12 @@ def may_pass(error: OSError | sqlite3.Error) -> bool:
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """Return SQLite's primary error code, without the extended part; 0 for an error of the Python module."""
+    """Return SQLite's primary error code, without the extended part, or 0 for an error in the Python module."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that can be rebuilt: `$XDG_CACHE_HOME/carousel`, by default `~/.cache/carousel`."""
+    """Return the folder for files that can be recreated: `$XDG_CACHE_HOME/carousel`, or else `~/.cache/carousel`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "carousel"
 
 
@@ -63,9 +63,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 def replaced(path: Path, *, survives_machine: bool = True) -> Iterator[Path]:
     """Yield the path of a temporary file to write, which replaces the file at `path` at the end of the block.
 
-    The temporary name is always the same, so that the next write overwrites the remains of a dead process. Only one
-    process at a time may therefore write a file. `survives_machine` syncs the file to disk; otherwise, a crash of the
-    machine may leave a torn file.
+    The temporary name is always the same, so that the next write overwrites what a dead process left. Processes must
+    therefore not write the same file concurrently. With `survives_machine`, the file is synced to disk; otherwise, a
+    crash of the machine may leave a torn file.
     """
     temporary = path.with_name(hidden_name(path.name))
     yield temporary
@@ -78,15 +78,15 @@ def replaced(path: Path, *, survives_machine: bool = True) -> Iterator[Path]:
 
 
 def hidden_name(name: str) -> str:
-    """Return the name to use for a file until it is complete."""
+    """Return a file's name while it is incomplete."""
     return f".{name}.tmp"
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold a lock during the `with` block, after waiting until it is free. Yields the descriptor from `take_lock`."""
+    """Wait for a lock, and hold it during the `with` block. Yields the descriptor from `take_lock`."""
     descriptor = take_lock(path, waits=True)
-    assert descriptor is not None, "it has waited"
+    assert descriptor is not None, "`waits` never returns None"
     try:
         yield descriptor
     finally:
@@ -99,7 +99,7 @@ def locked_if_possible(
 ) -> Iterator[None]:
     """Hold a lock as `locked` does. If the file system does not support locks, the block runs without one.
 
-    `without` begins the log line about a missing lock. `waiting` is a context around the wait for another process.
+    `without` is the start of the warning that is logged then. `waiting` is entered while another process has the lock.
     """
     lock = None
     try:
@@ -118,7 +118,7 @@ def locked_if_possible(
 
 
 def take_lock(path: Path, *, waits: bool = False) -> int | None:
-    """Lock a folder or a file and return the descriptor that holds the lock; None if another process holds the lock.
+    """Lock a folder or a file. Returns the descriptor that holds the lock, or None if another process holds it.
 
     Creates the file if it does not exist. With `waits`, waits for the other process instead of returning None. The lock
     is released when the descriptor is closed, even if the process dies. NFS can lock files but not folders.
@@ -133,13 +133,13 @@ def take_lock(path: Path, *, waits: bool = False) -> int | None:
 
 
 class OneThread:
-    """Runs functions one after another in a thread, in the order of the calls, so that they can share state."""
+    """Runs functions in a thread, one after another in the order of the calls, so that they can share state."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function and return its result. The function is completed even if the caller is cancelled."""
+        """Run a function and return its result. If the caller is cancelled, the function still runs to its end."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
 
     def close(self) -> None:

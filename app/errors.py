@@ -10,27 +10,27 @@
     │   ├── UnsupportedMediaType the HTTP body has a content type that the route does not accept
     │   ├── Unauthenticated      the request has no API key, or an unknown one
     │   ├── NotPermitted         the API key does not allow the request
-    │   ├── Cancelled            the request was cancelled while it ran
-    │   └── Quarantined          the same request has failed the engine before
-    ├── Overloaded               queues are full; try again after `retry_after_s`
-    │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not try again
-    │   ├── LimitReached         the API key has reached a limit for now
-    │   │   └── BudgetSpent      the budget of a day or a month is used up; do not try again before `retry_after_s`
+    │   ├── Cancelled            the request was cancelled while it was running
+    │   └── Quarantined          an equal request has made the model fail before
+    ├── Overloaded               the queues are full; retry after `retry_after_s`
+    │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not retry
+    │   ├── LimitReached         the API key has currently reached a limit
+    │   │   └── BudgetSpent      the daily or monthly budget is used up; do not retry before `retry_after_s`
     │   │       └── MoneySpent   the budget limits costs in money
     │   └── StorageFull          the disk for files and batches has only its reserve left
     ├── Failure                  Carousel's failure
-    │   ├── StepFailed           a model step raised; its requests fail, the engine continues
-    │   │   └── DeviceFault      the step raised for every request alike
+    │   ├── StepFailed           a model step with this request failed; the engine continues
+    │   │   └── DeviceFault      the device failed on all requests in the step
     │   ├── EngineStopped        the engine is shutting down or has died
-    │   └── Unavailable          no replica can accept the request now
-    │       └── ReplicasLost     several replicas were lost while they served the request, perhaps because of it
+    │   └── Unavailable          no replica can currently accept the request
+    │       └── ReplicasLost     several replicas were lost while serving the request, perhaps because of it
     └── InvalidSetup             the operator's mistake, detected at startup
         ├── TooLittleMemory      a device has too little memory for the model
         ├── UnsupportedModel     the model cannot be served; the message explains why
         └── UnsupportedAdapter   the LoRA adapter cannot be used; the message explains why
 
-Errors cross process borders, so each error survives pickling with all of its attributes. `app/api/http/errors.py`
-maps them to HTTP statuses.
+Errors are sent between processes, so they keep all of their attributes when pickled. `app/api/http/errors.py` maps
+them to HTTP statuses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import Any
 
 
 class CarouselError(Exception):
-    """Root of the tree. `message` is a sentence for the person who can fix the problem."""
+    """Base class of all errors. `message` is written for the person who can fix the problem."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ def _restore(kind: type[CarouselError], message: str, state: dict[str, Any]) -> 
 
 
 def from_plain(kind_name: str, message: str, attributes: dict[str, Any]) -> CarouselError:
-    """Rebuild an error from the values of `to_plain`. Returns a Failure if this version does not know the class."""
+    """Rebuild an error from the values of `to_plain`. Returns a Failure if this version does not have the class."""
     kind = globals().get(kind_name)
     if not (isinstance(kind, type) and issubclass(kind, CarouselError)):
         return Failure(message)  # during an update, the other process may run a newer version
@@ -71,7 +71,7 @@ def from_plain(kind_name: str, message: str, attributes: dict[str, Any]) -> Caro
 
 
 class InvalidRequest(CarouselError):
-    """The request cannot be served as it stands. `param` names the invalid field, and programs can check `code`."""
+    """The request cannot be served unless it is changed. `param` names the invalid field; `code` is for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -115,15 +115,15 @@ class NotPermitted(InvalidRequest):
 
 
 class Cancelled(InvalidRequest):
-    """The caller, or an admin, cancelled the request while it ran."""
+    """The caller or an admin cancelled the request while it was running."""
 
 
 class Quarantined(InvalidRequest):
-    """A request with the same prompt and sampling parameters has failed steps, so this request is not run."""
+    """Requests with the same prompt and sampling parameters have made steps fail, so this one is not run."""
 
 
 class Overloaded(CarouselError):
-    """Nothing is wrong with the request; the queues are full."""
+    """The request is valid, but the queues are full."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -131,19 +131,19 @@ class Overloaded(CarouselError):
 
 
 class DeadlineMissed(Overloaded):
-    """The request's deadline has passed, or would pass before the request ends. A retry would not help."""
+    """The request's deadline has passed, or would pass before the request ends. Retrying would not help."""
 
 
 class LimitReached(Overloaded):
-    """The caller's API key has reached a limit for now."""
+    """The caller's API key has currently reached a limit."""
 
 
 class BudgetSpent(LimitReached):
-    """The caller's daily or monthly budget has too little left for this request."""
+    """Too little of the caller's daily or monthly budget is left for this request."""
 
 
 class MoneySpent(BudgetSpent):
-    """The spent budget limits costs in money, not tokens."""
+    """Too little is left of a budget that limits costs in money, not tokens."""
 
 
 class StorageFull(Overloaded):
@@ -151,7 +151,7 @@ class StorageFull(Overloaded):
 
 
 class ExchangeFailed(RuntimeError):
-    """An exchange between a model's ranks failed, or another rank failed at work that all ranks share."""
+    """An exchange between a model's ranks failed, or another rank failed during work that all ranks share."""
 
 
 class Failure(CarouselError):
@@ -159,11 +159,11 @@ class Failure(CarouselError):
 
 
 class StepFailed(Failure):
-    """The model step that computed this request raised."""
+    """A model step with this request failed."""
 
 
 class DeviceFault(StepFailed):
-    """The device failed on a whole step and on each of its requests alone, so this request is hardly at fault."""
+    """The device failed on a whole step, even when run in parts, so this request is probably not at fault."""
 
 
 class EngineStopped(Failure):
@@ -171,11 +171,11 @@ class EngineStopped(Failure):
 
 
 class Unavailable(Failure):
-    """No replica can accept the request now."""
+    """No replica can currently accept the request."""
 
 
 class ReplicasLost(Unavailable):
-    """Too many replicas were lost while they served this request."""
+    """Too many replicas were lost while serving this request."""
 
 
 class InvalidSetup(CarouselError):
@@ -187,27 +187,27 @@ class TooLittleMemory(InvalidSetup):
 
 
 class UnsupportedModel(InvalidSetup):
-    """The model cannot be served; the message says why."""
+    """The model cannot be served; the message explains why."""
 
 
 class UnsupportedAdapter(InvalidSetup):
-    """The LoRA adapter cannot be used with its model; the message says why."""
+    """The LoRA adapter cannot be used with its model; the message explains why."""
 
 
 def may_be_served_later(error: Exception) -> bool:
-    """Return whether the same request may succeed later, without any change to it."""
+    """Return whether the same request may succeed later without changes."""
     return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, for errors of libraries with long messages."""
+    """Return the first line of an error's message, for libraries whose errors have long messages."""
     return str(error).strip().split("\n", 1)[0]
 
 
 def described(error: BaseException) -> str:
-    """Describe an exception in one log line: its class, its place, and its message if that quotes no client's text.
+    """Describe an exception for a log line: class, file and line, and the message if it cannot quote client text.
 
-    Many messages quote values, for example those of KeyError, of ValueError from `int`, and of UnicodeEncodeError.
+    Many messages quote values, for example those of KeyError, ValueError from `int`, and UnicodeEncodeError.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
@@ -216,7 +216,7 @@ def described(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the stacks of an exception and its causes for a log, with only those messages that `described` shows."""
+    """Return the stacks of an exception and its causes for a log, including only messages that `described` includes."""
     stacks: list[str] = []
     seen: set[int] = set()
     following: list[BaseException | None] = [error]
@@ -232,9 +232,9 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _may_be_shown(error: BaseException) -> bool:
-    """Return whether the message quotes no client's text, as in all of Carousel's errors except InvalidRequest.
+    """Return whether the message cannot quote client text, which is true of Carousel's errors except InvalidRequest.
 
-    Errors of the system and SQLite quote none either. A RuntimeError usually comes from torch and names sizes.
+    System and SQLite errors do not quote any either. A RuntimeError usually comes from torch and mentions sizes.
     """
     if isinstance(error, CarouselError):
         return not isinstance(error, InvalidRequest)

@@ -1,6 +1,6 @@
-"""Fair shares among tenants: a queue by virtual time and a pool with dynamic thresholds, for items of any kind.
+"""Fair sharing among tenants: a queue by virtual time and a pool with dynamic thresholds, for items of any kind.
 
-The classes are not thread-safe: use each object in one thread, or under a lock.
+The classes are not thread-safe. Use each object in one thread or under a lock.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ OwnerT = TypeVar("OwnerT", bound=Hashable)
 class FairShares:
     """Counts the service that each tenant has received, in any unit: the virtual token counter of Sheng et al. (2024).
 
-    A tenant without waiting items is idle. When it returns, its counter is raised to the smallest counter of the
-    waiting tenants (or to that of the tenant served last), so that idling earns no credit. The counters of the last
-    `max_idle` idle tenants are remembered, so that a tenant cannot shed its charges by a short pause.
+    A tenant without waiting items is idle. When it returns, its counter is raised to the smallest counter of any
+    waiting tenant (or else of the tenant served last), so that idling earns no credit. The counters of the last
+    `max_idle` idle tenants are kept, so that a tenant cannot get rid of its charges by pausing briefly.
     """
 
     def __init__(self, *, max_idle: int = 0) -> None:
         self.max_idle = max_idle
-        self._counters: dict[str, float] = {}  # by tenant; the longest idle first
+        self._counters: dict[str, float] = {}  # by tenant, the longest idle first
         self._num_waiting: dict[str, int] = {}  # by tenant, without zeros
         self._turns: dict[str, int] = {}  # by waiting tenant; among equal counters, the lowest turn comes first
         self._next_turn = count()
@@ -34,11 +34,11 @@ class FairShares:
         self._last_served = 0.0  # counter of the tenant that was served last
 
     def __len__(self) -> int:
-        """Return the number of remembered tenants."""
+        """Return the number of tenants with a counter."""
         return len(self._counters)
 
     def served(self, tenant: str) -> float:
-        """Return the tenant's counter, which is 0 for a tenant that is not remembered."""
+        """Return the tenant's counter, or 0 if it has none."""
         return self._counters.get(tenant, 0.0)
 
     @property
@@ -47,7 +47,7 @@ class FairShares:
         return self._num_waiting.keys()
 
     def num_waiting(self, tenant: str) -> int:
-        """Return the number of the tenant's waiting items in all queues that use these shares."""
+        """Return the number of the tenant's waiting items, in all queues that use these shares."""
         return self._num_waiting.get(tenant, 0)
 
     def place(self, tenant: str) -> tuple[float, ...]:
@@ -55,17 +55,17 @@ class FairShares:
         return self._counters[tenant], self._turns[tenant]
 
     def serve(self, tenant: str, amount: float) -> None:
-        """Count the start of one of the tenant's items, and charge `amount` for it."""
+        """Record that one of the tenant's items starts, and charge `amount` for it."""
         self._last_served = max(self._last_served, self.served(tenant))
         self.charge(tenant, amount)
 
     def charge(self, tenant: str, amount: float) -> None:
-        """Charge a tenant. Does nothing if the tenant is not remembered."""
+        """Charge a tenant. Does nothing if it has no counter."""
         if tenant in self._counters:
             self._counters[tenant] += amount
 
     def enter(self, tenant: str) -> None:
-        """Count one more waiting item of this tenant."""
+        """Record that another of the tenant's items waits."""
         num_waiting = self.num_waiting(tenant)
         if not num_waiting:
             first = self._order.first(self._num_waiting)
@@ -78,7 +78,7 @@ class FairShares:
             del self._counters[next(each for each in self._counters if each not in self._num_waiting)]
 
     def leave(self, tenant: str) -> None:
-        """Count one waiting item less of this tenant. Moves the tenant behind all tenants with an equal counter."""
+        """Record that one of the tenant's items no longer waits. Moves the tenant behind all with an equal counter."""
         self._num_waiting[tenant] -= 1
         self._turns[tenant] = next(self._next_turn)
         if not self._num_waiting[tenant]:
@@ -86,7 +86,7 @@ class FairShares:
 
 
 class Line(Protocol[ItemT]):
-    """One tenant's waiting items, in an order of its own. Call `peek` and `pop` only while the line is not empty."""
+    """One tenant's waiting items, in any order. Call `peek` and `pop` only while the line is not empty."""
 
     def __len__(self) -> int: ...
 
@@ -102,7 +102,7 @@ class Line(Protocol[ItemT]):
 
 
 class FairQueue(Generic[ItemT]):
-    """Queues the items of tenants. The tenant with the fewest running items, then the smallest counter, comes next.
+    """Queues tenants' items. The tenant with the fewest running items is next, and among these, the smallest counter.
 
     A new tenant queues behind the waiting tenants with an equal counter, so that every waiting tenant gets its turn.
     """
@@ -114,7 +114,7 @@ class FairQueue(Generic[ItemT]):
         max_running: int = sys.maxsize,
         new_line: Callable[[], Line[ItemT]] | None = None,
     ) -> None:
-        """Several queues may use the same `shares`. At most `max_running` items per tenant run, from `take` to `end`.
+        """Several queues may use the same `shares`. A tenant may have `max_running` items between `take` and `end`.
 
         `new_line` creates a tenant's line, by default a `Fifo`.
         """
@@ -126,7 +126,6 @@ class FairQueue(Generic[ItemT]):
         self._order = _TenantHeap(lambda tenant: (self._num_running[tenant], *self._shares.place(tenant)))
 
     def __len__(self) -> int:
-        """Return the number of waiting items."""
         return sum(map(len, self._lines.values()))
 
     @property
@@ -135,11 +134,10 @@ class FairQueue(Generic[ItemT]):
         return self._lines
 
     def num_waiting(self, tenant: str) -> int:
-        """Return the number of the tenant's waiting items."""
         return len(self._lines.get(tenant, ()))
 
     def num_running(self, tenant: str) -> int:
-        """Return the number of the tenant's items that were returned by `take` and have not ended."""
+        """Return the number of the tenant's items between `take` and `end`."""
         return self._num_running[tenant]
 
     def push(self, tenant: str, item: ItemT) -> None:
@@ -154,14 +152,14 @@ class FairQueue(Generic[ItemT]):
         return self._lines[self._first()].peek()
 
     def pop(self) -> ItemT:
-        """Remove and return the item that `peek` returns. The caller must charge the tenant."""
+        """Remove and return the next item. The caller must charge the tenant."""
         tenant = self._first()
         item = self._lines[tenant].pop()
         self._leave(tenant)
         return item
 
     def take(self) -> tuple[str, ItemT] | None:
-        """Remove and return the next item, which runs until `end`, and charge 1. None if no tenant may run another."""
+        """Remove and return the next item, and charge 1 for it. Returns None if no waiting tenant may run another."""
         tenant = self._order.first(self._lines)
         if tenant is None or self._num_running[tenant] >= self._max_running:
             return None
@@ -172,7 +170,7 @@ class FairQueue(Generic[ItemT]):
         return tenant, item
 
     def end(self, tenant: str) -> None:
-        """Count the end of one of the tenant's running items."""
+        """Record that one of the tenant's running items has ended."""
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]
@@ -221,12 +219,12 @@ class Fifo(Generic[ItemT]):
 
 
 class _TenantHeap:
-    """Tenants by place, lowest first. An outdated place is never too high, so `first` only corrects the heap's top."""
+    """Tenants by place, lowest first. Outdated places are never too high, so `first` only corrects the heap's top."""
 
     def __init__(self, place: Callable[[str], tuple[float, ...]]) -> None:
         self._place = place
         self._heap: list[tuple[tuple[float, ...], str]] = []
-        self._entered: dict[str, tuple[float, ...]] = {}  # each tenant's valid entry; other entries are outdated
+        self._entered: dict[str, tuple[float, ...]] = {}  # each tenant's valid entry; all others are outdated
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -260,32 +258,31 @@ class _TenantHeap:
 
 
 class SharedPool(Generic[OwnerT]):
-    """A pool that owners share, for example of slots or bytes. An owner may hold at most the amount that is free.
+    """A shared pool, for example of slots or bytes. Each owner may hold at most as much as is free.
 
-    A single owner can hold half of the pool, and each later owner half of the rest, so that the next owner always
-    receives a part. As amounts are returned, owners that want more approach equal shares (dynamic thresholds:
-    Choudhury and Hahne, 1998).
+    A single owner can hold half of the pool, and each later owner half of the rest, so that the next one can always
+    take a part. As amounts are returned, owners that need more approach equal shares (dynamic thresholds: Choudhury and
+    Hahne, 1998).
     """
 
     def __init__(self, size: int, held: Mapping[OwnerT, int] | None = None) -> None:
         self.size = size
         self._held: dict[OwnerT, int] = {} if held is None else dict(held)  # by owner, without zeros
-        self.free = size - sum(self._held.values())  # below 0 if owners hold more than `size`
+        self.free = size - sum(self._held.values())  # negative if owners hold more than `size`
 
     def held(self, owner: OwnerT) -> int:
-        """Return the amount that an owner holds."""
         return self._held.get(owner, 0)
 
     def allows(self, owner: OwnerT, amount: int) -> bool:
-        """Return whether an owner may take an amount, so that it holds at most the amount that is free now."""
+        """Return whether an owner may take an amount. With it, the owner may hold at most as much as is free now."""
         return self._held.get(owner, 0) + amount <= self.free
 
     def room_left(self, owner: OwnerT) -> int:
-        """Return how much more the owner may take and still hold no more than stays free; negative if it holds more."""
+        """Return how much an owner can take so that it holds no more than is then free; negative if it holds more."""
         return (self.free - self.held(owner)) // 2
 
     def take(self, owner: OwnerT, amount: int) -> None:
-        """Take an amount without checking `allows`. A negative amount is returned to the pool."""
+        """Take an amount, or return a negative one. Does not check `allows`."""
         self.free -= amount
         held = self._held[owner] = self._held.get(owner, 0) + amount
         if not held:
@@ -293,23 +290,23 @@ class SharedPool(Generic[OwnerT]):
 
 
 class RetryTimes:
-    """Tells refused clients when to retry, at times that are spaced by the rate at which requests end.
+    """Tells rejected clients when to retry, at intervals that match the rate at which requests end.
 
-    If all clients were told the time of the next free slot, all but one would be refused again. Tenants share the slots
-    evenly, so that a tenant that floods a full service delays only its own clients.
+    If all clients were told when the next slot will be free, all but one would be rejected again. Tenants share the
+    slots evenly, so that a tenant that floods a full service only delays its own clients.
     """
 
-    _MAX_AHEAD_S = 120.0  # longest delay for a client; a flood is forgotten after this time
+    _MAX_AHEAD_S = 120.0  # longest delay for a client, after which a flood no longer has an effect
     _MAX_TENANTS = 1_000
 
     def __init__(self) -> None:
-        self._last_at: dict[str, float] = {}  # last time given to each tenant, without times that have passed
+        self._last_at: dict[str, float] = {}  # the last time given to each tenant, unless it has passed
 
     def next_after(self, now: float, *, ended_per_s: float, tenant: str = "", delays_others: bool = True) -> float:
-        """Return the seconds until a slot should be free for this client; 1 if `ended_per_s` is 0.
+        """Return the seconds until a slot should be free for this client, or 1 if `ended_per_s` is 0.
 
-        With `delays_others`, the tenant's next refused client is told a later time. Pass False for a request that never
-        waits in a queue, because it delays no other request.
+        With `delays_others`, the tenant's next rejected client is told a later time. Pass False for a request that
+        never waits in a queue, because it does not delay other requests.
         """
         if ended_per_s <= 0:
             return 1.0

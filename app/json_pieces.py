@@ -1,7 +1,7 @@
-"""Writes JSON and server-sent events of large answers in pieces, and computes the rows of long lists on the way.
+"""Encodes large answers as JSON and server-sent events in pieces, and computes the rows of long lists along the way.
 
-Each piece takes little time, so that the event loop and other threads can run between two pieces. Neither the rows nor
-the JSON are ever in memory as a whole.
+Each piece takes little time, so that the event loop and other threads can run in between. Neither all rows nor the
+whole JSON are ever in memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Json = dict[str, Any]
 
 
 class Rows(Generic[RowT]):
-    """A long list within an answer. Its rows are computed each time the list is written."""
+    """A long list in an answer. Its rows are computed each time the list is encoded."""
 
     def __init__(self, some_at_a_time: Callable[[], Iterable[Sequence[RowT]]]) -> None:
-        """`some_at_a_time` yields groups of rows. Each group should take well below a millisecond."""
+        """`some_at_a_time` yields groups of rows. Each group should take much less than a millisecond."""
         self.some_at_a_time = some_at_a_time
 
     @classmethod
     def of(cls, values: Sequence[T], write: Callable[[Sequence[T]], Sequence[Any]] = list) -> Rows[Any]:
-        """Return rows that `write` computes from 2,048 values at a time. By default, the values are the rows."""
+        """Return rows that `write` computes from groups of 2,048 values. By default, the values are the rows."""
         values_at_once = 2048
         starts = range(0, len(values), values_at_once)
         return cls(lambda: (write(values[at : at + values_at_once]) for at in starts))
@@ -45,7 +45,7 @@ class Rows(Generic[RowT]):
         return list_schema(schema_of(get_args(source)[0]))
 
 
-# Encodes a value as JSON. The second argument is called for each part that is not JSON, and returns its replacement.
+# Encodes a value as JSON. The second argument is called with each part that is not JSON, and returns a replacement.
 Encode = Callable[[Any, Callable[[Any], Any]], bytes]
 
 
@@ -65,9 +65,9 @@ def one_line(written: bytes) -> bytes:
 
 
 def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
-    """Yield the JSON of a value that may hold `Rows`; one piece if it holds none. `encode` writes all but the rows."""
+    """Yield the JSON for a value in pieces: one piece if it has no `Rows`. `encode` encodes everything but the rows."""
     found: list[Rows[Any]] = []
-    mark = secrets.token_hex(16)  # clients cannot guess the mark, so no client's text contains it
+    mark = secrets.token_hex(16)  # clients cannot guess the mark, so their texts do not contain it
 
     def marked(part: Any) -> str:
         if not isinstance(part, Rows):
@@ -77,7 +77,7 @@ def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
 
     first, *others = encode(value, marked).split(f'"{mark}"'.encode())
     piece = bytearray(first)
-    steps_at_once = 16  # even short rows may take long to compute
+    steps_at_once = 16  # groups before a piece is yielded even if it is short, because they may be slow to compute
     for rows, text in zip(found, others, strict=True):
         separator = b"["
         for step, some in enumerate(rows.some_at_a_time(), 1):
@@ -94,7 +94,7 @@ def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
 
 
 def joined(pieces: Iterable[bytes], *, at_least: int = PIECE_BYTES) -> Iterator[bytes]:
-    """Join short pieces into pieces of at least `at_least` bytes; the last piece may be shorter."""
+    """Join short pieces into pieces of at least `at_least` bytes. Only the last one may be shorter."""
     piece = bytearray()
     for each in pieces:
         piece += each
@@ -106,23 +106,23 @@ def joined(pieces: Iterable[bytes], *, at_least: int = PIECE_BYTES) -> Iterator[
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event with the payload as JSON on one line."""
+    """Return a server-sent event with the payload as one line of JSON."""
     return b"data: %b\n\n" % as_json(payload)
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event whose name is the payload's `type`."""
+    """Return a server-sent event whose name is the payload's `type`."""
     return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
 
 
 def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield `event` in pieces, for a payload that may hold `Rows`."""
+    """Yield `event` in pieces, for a payload that may contain `Rows`."""
     yield b"data: "
     yield from json_pieces(payload)
     yield b"\n\n"
 
 
 def named_event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield `named_event` in pieces, for a payload that may hold `Rows`."""
+    """Yield `named_event` in pieces, for a payload that may contain `Rows`."""
     yield b"event: %b\n" % payload["type"].encode()
     yield from event_pieces(payload)

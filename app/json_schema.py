@@ -1,4 +1,4 @@
-"""Walks the schemas inside a JSON schema. Values of `const`, `enum`, `default` and examples are data, not schemas."""
+"""Walks the schemas in a JSON schema. Values of `const`, `enum`, `default` and examples are data, not schemas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Json = dict[str, Any]
 Place = tuple[str, ...]  # path from the outermost schema: names of keywords and properties, and list indexes
 Change = Callable[[Json, Place], Any]
 
-# The value of a keyword in SCHEMA_KEYWORDS is a schema or a list of schemas. NAMED_SCHEMAS map names to schemas.
+# The values of SCHEMA_KEYWORDS are schemas or lists of schemas. The values of NAMED_SCHEMAS map names to schemas.
 SCHEMA_KEYWORDS = frozenset(
     "additionalItems additionalProperties allOf anyOf contains contentSchema else if items not oneOf prefixItems "
     "propertyNames then unevaluatedItems unevaluatedProperties".split()
@@ -21,9 +21,9 @@ _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 
 
 def changed(schema: Any, change: Change) -> Any:
-    """Return a copy in which `change(schema, place)` replaces each schema, inner schemas first.
+    """Return a copy in which each schema is replaced by `change(schema, place)`, inner schemas first.
 
-    A value under an unknown keyword, such as `components`, holds schemas only if a reference points into that keyword.
+    The value of an unknown keyword, such as `components`, is only searched for schemas if a reference points into it.
     """
     return _changed(schema, change, (), {ref.split("/")[1] for ref in references(schema) if ref.startswith("#/")})
 

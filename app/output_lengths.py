@@ -1,4 +1,4 @@
-"""Learns expected output lengths from ended requests. An estimate only has to distinguish short from long outputs."""
+"""Learns expected output lengths from past requests. Estimates only have to distinguish short from long outputs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ MAX_KINDS = 4_096
 
 
 class OutputLengths:
-    """The last output lengths of each kind of request, in bounded memory. A request may have several kinds."""
+    """The last output lengths for each kind of request, in bounded memory. A request may have several kinds."""
 
     def __init__(self, *, by_median: bool) -> None:
-        """`by_median`: expect a kind's median. Otherwise expect its mean, for callers that add up expectations."""
+        """by_median: whether to expect a kind's median. Otherwise, expects its mean, for callers that sum estimates."""
         self._by_median = by_median
         self._windows: OrderedDict[Hashable, _Window] = OrderedDict()  # the least recently used kind first
 
     def expected(self, kinds: Sequence[Hashable], *, at_least: int = 1, at_most: int) -> int | None:
-        """Return the expected number of output tokens, by the first kind with 4 known outputs; None without one."""
+        """Return the expected number of output tokens for the first kind with 4 known outputs, or None without one."""
         min_outputs = 4
         for kind in kinds:
             window = self._windows.get(kind)
@@ -29,7 +29,7 @@ class OutputLengths:
         return None
 
     def learn(self, kinds: Sequence[Hashable], num_generated: int) -> None:
-        """Add the output length of a request that a stop or its limit ended. Aborted outputs would be misleading."""
+        """Add the output length of a request that ended by stop or length. Aborted outputs would be misleading."""
         for kind in kinds:
             window = self._windows.get(kind)
             if window is None:
@@ -42,7 +42,7 @@ class OutputLengths:
 
 
 class _Window:
-    """The last output lengths of one kind, sorted by age and by length."""
+    """The last output lengths for one kind, sorted by age and by length."""
 
     def __init__(self) -> None:
         self._by_age: deque[int] = deque()

@@ -1,7 +1,7 @@
-"""Shows the progress of a model's start to a person who waits.
+"""Shows a model's startup progress to a person who is waiting.
 
-A process logs each step of its start. The launcher names a folder in `CAROUSEL_PROGRESS_FOLDER`, in which each process
-that starts a model writes the model's name and the current step to a file.
+A process that starts a model logs each step. The launcher sets `CAROUSEL_PROGRESS_FOLDER` to a folder, in which each of
+these processes writes the model's name and the current step to a file.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from app.disk import replaced
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "CAROUSEL_PROGRESS_FOLDER"  # an environment variable
+FOLDER = "CAROUSEL_PROGRESS_FOLDER"  # name of the environment variable
 JOINING = "joining the service"  # the last step
-_name: str | None = None  # name of the model that this process starts
+_name: str | None = None  # name of the model that this process is starting
 _step = ""
 
 
 def begin(name: str) -> None:
-    """Record that this process starts the named model. Before this call, `report_step` does nothing."""
+    """Record that this process is starting the named model. Until this call, `report_step` does nothing."""
     global _name
     _name = name
     if folder := os.environ.get(FOLDER):
@@ -35,9 +35,9 @@ def begin(name: str) -> None:
 
 
 def report_step(step: str, *, so_far: str = "") -> None:
-    """Report that a step begins, or that a part of the current step is done.
+    """Report that a step begins, or how much of the current step is done.
 
-    `step` is a few words, such as "loading the weights". `so_far` names the completed part of the step.
+    `step` is a short phrase such as "loading the weights". `so_far` is appended to it, such as ", 40%".
     """
     global _step
     if _name is None:
@@ -53,7 +53,7 @@ def report_step(step: str, *, so_far: str = "") -> None:
 
 @contextmanager
 def step_within(step: str) -> Iterator[None]:
-    """Report a step for the duration of the `with` block, and then the interrupted step again."""
+    """Report a step for the duration of the `with` block, and then the previous step again."""
     before = _step
     report_step(step)
     yield
@@ -61,7 +61,7 @@ def step_within(step: str) -> Iterator[None]:
 
 
 def reported_steps(folder: Path) -> dict[str, list[str]]:
-    """Return the current steps of the live processes on this machine, by model name."""
+    """Return the current steps of all live processes on this machine, by model name."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in filter(_is_alive, sorted(folder.glob("[0-9]*"))):
         with suppress(OSError):  # `begin` in another process may have removed the file
@@ -71,7 +71,7 @@ def reported_steps(folder: Path) -> dict[str, list[str]]:
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether the process that wrote a progress file still runs."""
+    """Return whether the process that wrote a progress file is still running."""
     try:
         os.kill(int(path.name), 0)
     except PermissionError:  # the process belongs to another user
@@ -82,7 +82,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def download_bar() -> type[Any]:
-    """Return a tqdm class for download functions. Its bars print nothing and call `report_step`."""
+    """Return a tqdm class for download functions. Instead of printing, its bars call `report_step`."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class DownloadBar(tqdm):  # type: ignore[misc]

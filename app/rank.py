@@ -1,4 +1,4 @@
-"""Runs each rank except rank 0 (`python -m app.rank SOCKET PARENT`): loads its part of the model and follows rank 0."""
+"""Runs any rank but rank 0 (`python -m app.rank SOCKET PARENT`): loads its part of the model and follows rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Load the model's part, follow rank 0, and return the exit status. Errors are sent to rank 0."""
+    """Load this rank's part of the model, follow rank 0, and return the exit status. Errors are sent to rank 0."""
     die_with(parent)  # before torch is imported, which takes seconds
 
     from app.errors import CarouselError, Failure, described, traceback_of
@@ -65,7 +65,7 @@ def _load_and_follow(channel: Channel) -> None:
 
 
 def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
-    """Run rank 0's steps until it ends. Raises the error of a failed step, after which the ranks cannot continue."""
+    """Run rank 0's steps until it ends. Raises the error of a failed step, because the ranks cannot continue then."""
     reader = StepReader()
     runner.join(group)
     with ThreadPoolExecutor(1) as copy_stream:
@@ -81,12 +81,12 @@ def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
             elif kind is Kind.ADAPTER:
                 copy_stream.submit(_load_adapter, channel, runner, *json.loads(content))
             else:
-                assert kind is Kind.SYNC, f"a rank that runs gets no {kind.name}"
+                assert kind is Kind.SYNC, f"unexpected message from rank 0: {kind.name}"
                 channel.send(Kind.SYNC)
 
 
 def _load_adapter(channel: Channel, runner: LeadingRunner, slot: int, path: str) -> None:
-    """Load an adapter. A failure is reported to rank 0 and does not end this rank."""
+    """Load an adapter. A failure is reported to rank 0, but does not end this rank."""
     from app.errors import Failure, described, traceback_of
     from app.model.adapters import read_part
 
@@ -94,7 +94,7 @@ def _load_adapter(channel: Channel, runner: LeadingRunner, slot: int, path: str)
         runner.follow_adapter(slot, read_part(Path(path)))
         Path(path).unlink()
     except Exception as error:
-        logger.error("an adapter was not loaded: %s", traceback_of(error))
+        logger.error("an adapter could not be loaded: %s", traceback_of(error))
         channel.send_error(Failure(f"a rank cannot load the adapter: {described(error)}"))
     else:
         channel.send(Kind.SYNC)
@@ -104,4 +104,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     status = main(int(sys.argv[1]), int(sys.argv[2]))
     logging.shutdown()
-    os._exit(status)  # does not wait for threads, which may still wait for other ranks
+    os._exit(status)  # does not join threads, which may still be waiting for other ranks

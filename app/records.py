@@ -1,6 +1,6 @@
-"""Records in a growing file or a stream. Each record consists of its length in four bytes and its content.
+"""Records in a growing file or a stream. Each record consists of its length, in four bytes, and its content.
 
-A process that dies while writing leaves a torn record at the end, and readers stop before that record.
+A process that dies while writing leaves a torn record at the end. Readers stop before a torn record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RecordReader:
     """Reads the contents of records whose bytes arrive in pieces of any size."""
 
     def __init__(self) -> None:
-        self._begun = b""  # bytes of a record whose end has not arrived
+        self._begun = b""  # bytes of a record that is still incomplete
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the contents of all records that `data` completes. Exhaust the iterator before the next call."""
@@ -33,7 +33,7 @@ class RecordReader:
 
 
 def whole_bytes(data: bytes) -> int:
-    """Return how many bytes complete records occupy at the beginning of `data`."""
+    """Return how many bytes at the start of `data` are complete records."""
     at = 0
     while (end := _end_of_record(data, at)) is not None:
         at = end
@@ -41,7 +41,7 @@ def whole_bytes(data: bytes) -> int:
 
 
 def _end_of_record(data: bytes, at: int) -> int | None:
-    """Return the end of the record at `at`; None for a torn record and for the zeros that a crash may leave."""
+    """Return the end of the record at `at`, or None for a torn record or for zeros, which a crash may leave."""
     if len(data) < at + _LENGTH.size:
         return None
     [length] = _LENGTH.unpack_from(data, at)

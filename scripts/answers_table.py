@@ -1,6 +1,6 @@
-"""Write the tables of docs/guide/compare.md: `python -m scripts.answers_table`.
+"""Write the table of flags in docs/guide/compare.md: `python -m scripts.answers_table`.
 
-The rows follow from the answers of `carousel serve` and `carousel`.
+The rows follow from the options and the answers of `carousel serve`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from deployments.cli import COMMANDS_OF_OTHERS
 from deployments.launcher.arguments import ANSWERS, OPTIONS
 from scripts.written_tables import with_table
 
@@ -16,10 +15,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "compare.md"
 
 
 def table() -> str:
-    rows = [("You type", "Here"), ("---", "---")]
-    rows += [(f"`{option.flag}`", f"the same: {option.help}") for option in OPTIONS]
-    rows += [(f"`{flag}`", _marked(answer)) for flag, answer in ANSWERS.items()]
-    rows += [(f"the command `{name}`", answer) for name, answer in COMMANDS_OF_OTHERS.items()]
+    """Return the table, with one row for all flags that have the same answer."""
+    same = ", ".join(f"`{option.flag}`" for option in OPTIONS)
+    flags: dict[str, list[str]] = {}
+    for flag, answer in ANSWERS.items():
+        flags.setdefault(_marked(answer), []).append(f"`{flag}`")
+    rows = [("Flag", "Carousel"), ("---", "---"), (same, "the same flag; `carousel serve --help` lists its values")]
+    rows += [(", ".join(each), answer) for answer, each in flags.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

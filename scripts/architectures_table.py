@@ -1,7 +1,8 @@
 """Write the table of architectures in docs/guide/serve-a-model.md: `python -m scripts.architectures_table`.
 
-The rows follow from `app.model.abilities`. The transformers code of an architecture says whether the architecture has
-recurrent layers, and its default configuration says whether it has windows.
+The rows follow from `app.model.abilities`. Whether an architecture has recurrent layers is read from its code in
+transformers, and whether it has windows is read from its default configuration. An ability that every architecture
+has gets no column.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from app.model.recurrent_layers import has_operators
 from scripts.written_tables import with_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "serve-a-model.md"
-# The table also has these: hybrids, and models that many people serve. All further architectures are like GPT-2.
+# Hybrids and widely served models that run on transformers' code. All other architectures are like GPT-2.
 _ON_TRANSFORMERS_CODE = (
     "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "GraniteMoeHybridForCausalLM",
     "BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM", "GptOssForCausalLM", "Phi3ForCausalLM",
@@ -55,21 +56,16 @@ def _shape(config: Any, layer: int) -> LayerShape:
 
 
 def table() -> str:
-    names = get_args(Ability)
-    lines = [f"| Architecture | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}"]
-    reasons: list[str] = []
+    """Return the table, with one row for all architectures that have the same abilities."""
+    architectures: dict[frozenset[Ability], list[str]] = {}
     for each in abilities():
-        refused = each.why_not()
-        cells = ["yes" if name not in refused else _numbered(refused[name], reasons) for name in names]
-        lines.append(f"| {each.architecture} | {' | '.join(cells)} |")
-    notes = "; ".join(f"{number}: {reason}" for number, reason in enumerate(reasons, start=1))
-    return "\n".join([*lines, "", f"The numbers say why not. {notes}."])
-
-
-def _numbered(reason: str, reasons: list[str]) -> str:
-    if reason not in reasons:
-        reasons.append(reason)
-    return f"no ({reasons.index(reason) + 1})"
+        architectures.setdefault(frozenset(each.why_not()), []).append(each.architecture)
+    columns = [name for name in get_args(Ability) if any(name in refused for refused in architectures)]
+    lines = [f"| Architecture | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
+    for refused, names in architectures.items():
+        cells = ["no" if name in refused else "yes" for name in columns]
+        lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def page() -> str:

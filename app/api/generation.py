@@ -1,6 +1,6 @@
-"""The shared steps of all endpoints: check a body, encode its prompts, and build a `PreparedRequest`.
+"""Steps shared by all endpoints: check a body, encode its prompts, and build a `PreparedRequest`.
 
-Mistakes in a request are found here, before the request takes resources that other requests need. Nothing is started.
+Mistakes in a request are reported here, before the request uses resources that other requests need.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from app.text import Reasoning, Tokenizer
 from app.text.text_pairs import EncodedText
 
 SEED_MASK = 2**63 - 1
-# The tokens of a text with more characters per token of the context are counted first: such a text hardly ever fits.
+# A text with more characters than this per token of the context hardly ever fits, so its tokens are counted first.
 USUAL_CHARACTERS_PER_TOKEN = 16
-# Most bytes of a text that may exceed the context, because it is cut or only counted. Encoding takes a second.
+# Maximum bytes of a text that may exceed the context because it is truncated or only counted. Encoding takes a second.
 MAX_LONGER_TEXT = 1_000_000
-MAX_CALL_TOKENS = 1_000_000  # in all prompts of a call, or two contexts if that is more; a token takes 36 bytes
-# The fields of a body that set the field of `SamplingParams` with the same name in all requests of the body.
+MAX_CALL_TOKENS = 1_000_000  # in all prompts of a call, or two contexts if that is more; a token uses 36 bytes
+# Body fields that are copied to the `SamplingParams` field of the same name in all requests of the body.
 _SHARED_PARAMETERS = {each.name for each in fields(SamplingParams)} & (
     GenerationRequest.model_fields.keys() - {"max_tokens", "seed", "grammar", "prompt_logprobs"}
 )
 
 
 def generates_nothing(model: ServedModel) -> InvalidRequest:
-    """Return the error for a request for text to a model that generates none."""
+    """Return the error for a request that asks an encoder for text."""
     at = "/v1/rerank or /v1/score" if model.model_info.scores_pairs else "/v1/embeddings, /v1/rerank or /v1/score"
     at = "/v1/classify" if model.model_info.labels else at
     return InvalidRequest(
@@ -85,11 +85,11 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
 
 
 def check_bulk_answer(body: GenerationRequest, *, echo: bool = False) -> None:
-    """Raise InvalidRequest for an item of a bulk run with several answers, or with more than the text of an answer."""
+    """Raise InvalidRequest if an item of a bulk run asks for several answers, or for more than an answer's text."""
     if body.n != 1:
-        raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each answer", param="n")
+        raise InvalidRequest(f"n is {body.n:,}; an item may have only one answer; write an item for each", param="n")
     if body.num_samples != 1:
-        raise InvalidRequest(f"best_of is {body.best_of}; an item has one answer: leave it out", param="best_of")
+        raise InvalidRequest(f"best_of is {body.best_of}; an item may have only one answer; remove it", param="best_of")
     for name, is_asked in (
         ("logprobs", body.asked_logprobs[1] is not None),
         ("prompt_logprobs", body.prompt_logprobs is not None),
@@ -97,7 +97,7 @@ def check_bulk_answer(body: GenerationRequest, *, echo: bool = False) -> None:
         ("echo", echo),
     ):
         if is_asked:
-            raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)
+            raise InvalidRequest(f"bulk runs do not support {name}: results contain only text; remove it", param=name)
 
 
 def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestContext) -> SharedFields:
@@ -118,7 +118,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
         choose_best=body.num_samples > body.n,
     )
     grammar = grammar_of(body)
-    if tools is not None and tools.grammar is not None:  # it covers the request's own grammar where text is possible
+    if tools is not None and tools.grammar is not None:  # it includes the request's own grammar where text is allowed
         grammar = tools.grammar
     given = {name: getattr(body, name) for name in _SHARED_PARAMETERS}
     sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | {
@@ -136,7 +136,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
 
 
 def _ignored_reasoning_fields(body: ChatRequest, model: ServedModel) -> tuple[str, ...]:
-    """Return the reasoning fields without effect: the model marks no reasoning and its template ignores the effort."""
+    """Return the names of the reasoning fields that have no effect on this model."""
     if model.reasoning_marks is not None:
         return ()
     names = [] if body.thinking_token_budget is None else [body.budget_param]
@@ -151,7 +151,7 @@ def _encode_prediction(text: str, model: ServedModel) -> tuple[int, ...]:
     [token_ids] = encode_prompts([text], model, "prediction", add_special_tokens=False)
     if len(token_ids) > model.model_info.max_model_len:
         raise ContextTooLong(
-            f"prediction has {len(token_ids):,} tokens; this model accepts {model.model_info.max_model_len:,} of "
+            f"prediction has {len(token_ids):,} tokens; this model accepts {model.model_info.max_model_len:,} for "
             f"prompt and output together; shorten the prediction to the expected output",
             param="prediction",
         )
@@ -167,16 +167,16 @@ def encode_prompts(
     is_cut_or_counted: bool = False,
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda token_ids: token_ids,
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt after `cut`. A prompt is a text or a list of ids.
+    """Return each prompt's token ids after applying `cut`. A prompt is a text or a list of token ids.
 
-    Raises InvalidRequest for ids that do not exist, for more tokens than one call may have, and, unless
-    `is_cut_or_counted` is true, for texts that the context cannot hold.
+    Raises InvalidRequest for ids outside the vocabulary, for more tokens than one call may have, and, unless
+    `is_cut_or_counted` is true, for texts that exceed the context.
     """
     check_texts([each for each in prompts if isinstance(each, str)], model, param, is_cut_or_counted=is_cut_or_counted)
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
-    # Up to this number the error has the exact number of tokens.
+    # An error reports the exact number of tokens up to this number.
     most = max(2 * model.model_info.max_model_len, MAX_LONGER_TEXT)
     encoded, num_tokens = list[tuple[int, ...]](), 0
     for prompt in prompts:
@@ -197,7 +197,7 @@ def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str
     most = max(MAX_CALL_TOKENS, 2 * model.model_info.max_model_len)
     if num_tokens > most:
         raise InvalidRequest(
-            f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; send less of {param}",
+            f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; reduce {param}",
             param=param,
         )
 
@@ -243,7 +243,7 @@ def encode_chat(
 def _check_text(text: str, model: ServedModel, param: str, *, is_cut_or_counted: bool) -> None:
     """Raise InvalidRequest for a text that the context cannot hold, before the whole text is encoded.
 
-    A text that may be longer, because it is cut or only counted, is limited to `MAX_LONGER_TEXT` bytes.
+    With `is_cut_or_counted`, a text may exceed the context, but not `MAX_LONGER_TEXT` bytes.
     """
     max_model_len = model.model_info.max_model_len
     if len(text) <= max_model_len * USUAL_CHARACTERS_PER_TOKEN:
@@ -260,7 +260,7 @@ def _check_text(text: str, model: ServedModel, param: str, *, is_cut_or_counted:
     if num_tokens > 2 * max_model_len:
         raise ContextTooLong(
             f"{param} has a text of {len(text):,} characters, which has more than {max_model_len:,} tokens; this model "
-            f"accepts {max_model_len:,} tokens of prompt and output together; shorten the text",
+            f"accepts {max_model_len:,} tokens for prompt and output together; shorten the text",
             param=param,
         )
 
@@ -273,7 +273,7 @@ def prepare_pooling(
     prompts: Iterable[EncodedText],
     pooling: Pooling | None,
 ) -> PreparedRequest:
-    """Build a request for a vector or a score from each prompt. The prompts must fit; nothing is generated."""
+    """Build a request for each prompt that computes a vector or a score but no tokens. The prompts must fit."""
     return prepare_prompts(prefix, body, model, context, prompts, repeat(SamplingParams(max_tokens=0)), pooling)
 
 
@@ -286,7 +286,7 @@ def prepare_prompts(
     samplings: Iterable[SamplingParams],
     pooling: Pooling | None = None,
 ) -> PreparedRequest:
-    """Build a request from each prompt, without the fields of bodies that generate text. The prompts must fit."""
+    """Build a request for each prompt of a body without generation fields. The prompts must fit the context."""
     response_id, fields = context.response_id(prefix), context.request_fields(body, model)
     requests = [
         Request(
@@ -322,9 +322,9 @@ def prepare_generation(
     reasoning: Reasoning | None = None,
     form: Callable[[int], Grammar | None] | None = None,
 ) -> PreparedRequest:
-    """Build the requests of a checked body. Raises InvalidRequest if the lengths of its prompts do not fit.
+    """Build the requests for a checked body. Raises InvalidRequest if its lengths exceed the context or another limit.
 
-    `form` returns the grammar for an output of at most the given number of tokens. It replaces the shared grammar.
+    `form` replaces the shared grammar. It returns the grammar for an output of at most the given number of tokens.
     """
     limits, fields, details = context.limits, context.request_fields(body, model), shared.details
     account, streaming = context.reservation.account, body.stream_options
@@ -344,7 +344,7 @@ def prepare_generation(
         is_open_ended = body.asked_tokens is None and default_max_tokens is None
         lengths = _with_bounded_logprobs(body, details, lengths, num_prompt_tokens, limits, is_open_ended=is_open_ended)
         num_logprobs = _num_logprobs(body, details, lengths, num_prompt_tokens)
-    request_id, requests = context.response_id(prefix), list[Request]()  # each attempt has its own id at engines
+    request_id, requests = context.response_id(prefix), list[Request]()  # each attempt needs a new id
     response_id, created = context.stored_as or (request_id, int(time.time()))
     for prompt, max_tokens in zip(prompts, lengths, strict=True):
         seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
@@ -405,7 +405,7 @@ def _check_allowed_token_ids(body: GenerationRequest, num_requests: int, most: i
 def _num_logprobs(
     body: GenerationRequest, details: TokenDetailOptions, lengths: Sequence[int], num_prompt_tokens: int
 ) -> int:
-    """Return the most log-probabilities that an answer can have: for generated, echoed and prompt tokens."""
+    """Return the maximum number of log-probabilities in an answer, for generated, echoed and prompt tokens."""
     num_tokens = 0
     if details.logprobs is not None:
         num_tokens = body.num_samples * (sum(lengths) + (num_prompt_tokens if details.echo else 0))
@@ -424,14 +424,14 @@ def _with_bounded_logprobs(
 ) -> list[int]:
     """Return lengths that keep the log-probabilities within their limit.
 
-    Only lengths that the client did not set are lowered. Raises InvalidRequest for all other bodies over the limit.
+    Only lengths that the client did not set are lowered. Raises InvalidRequest if the limit is still exceeded.
     """
     most, num_logprobs = limits.max_answer_logprobs, _num_logprobs(body, details, lengths, num_prompt_tokens)
     if num_logprobs <= most:
         return lengths
     num_requests, num_tokens = len(lengths) * body.num_samples, lengths[0]
     param, num_top = body.asked_logprobs
-    if num_top is not None and is_open_ended:  # such a body has one prompt, so all samples can have the same length
+    if num_top is not None and is_open_ended:  # an open-ended body has one prompt, so its samples share a length
         num_per_length = num_requests * (1 + num_top)
         longest = (most - num_logprobs + num_per_length * num_tokens) // num_per_length
         if longest >= max(1, body.min_tokens):
@@ -447,9 +447,9 @@ def _with_bounded_logprobs(
 
 
 def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | None:
-    """Return how many of the likeliest tokens the engine returns per prompt token; None: no log-probabilities.
+    """Return the number of likeliest tokens to report for each prompt token, or None for no log-probabilities.
 
-    vLLM's format has `prompt_logprobs` once for each prompt, so only the first sample of a prompt asks for them.
+    vLLM's format contains `prompt_logprobs` once per prompt, so only a prompt's first sample requests them.
     """
     echoed = details.logprobs if details.echo else None
     wanted = [num for num in (echoed, details.prompt_logprobs if is_first else None) if num is not None]
@@ -465,7 +465,7 @@ def chat_prompt(body: ChatRequest, model: ServedModel, limits: RequestLimits) ->
 
 
 def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:
-    """Return the prompt, cut at one side to `truncate_prompt_tokens`; -1: to the room that the output leaves."""
+    """Return the prompt truncated to `truncate_prompt_tokens`, or, if that is -1, to the space left by the output."""
     num_kept = body.truncate_prompt_tokens
     if num_kept == -1:
         num_kept = max(1, model.model_info.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
@@ -477,19 +477,19 @@ def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedMod
 def _max_tokens(
     body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None, longest: int | None
 ) -> int:
-    """Return the longest output of one request: the asked length, else the default, else the rest of the context.
+    """Return the maximum output length of one request: the requested length, the default, or the rest of the context.
 
-    `longest` is the limit of the API key. Raises InvalidRequest if the prompt and the output do not fit.
+    `longest` is the API key's limit. Raises InvalidRequest if the prompt and the output do not fit.
     """
     param = body.prompt_param
     if num_prompt_tokens == 0:
-        raise InvalidRequest(f"{param} is empty: it has no tokens; send at least one token", param=param)
+        raise InvalidRequest(f"{param} has no tokens; send at least one", param=param)
     room = max_model_len - num_prompt_tokens
     asked = body.asked_tokens
     if asked is not None and asked > room:
         raise ContextTooLong(
             f"prompt has {num_prompt_tokens:,} tokens and {body.length_param} is {asked:,}; this model accepts "
-            f"{max_model_len:,} tokens together; shorten the prompt or lower {body.length_param}",
+            f"{max_model_len:,} tokens in total; shorten the prompt or lower {body.length_param}",
             param=param if room < 1 else body.length_param,
         )
     if room < 1 and asked != 0:
@@ -508,7 +508,7 @@ def _max_tokens(
         return max_tokens
     if body.min_tokens > longest:
         raise InvalidRequest(
-            f"min_tokens is {body.min_tokens:,}; this API key may ask for at most {longest:,}", param="min_tokens"
+            f"min_tokens is {body.min_tokens:,}; this API key may request at most {longest:,}", param="min_tokens"
         )
     return longest
 
@@ -519,6 +519,6 @@ def _sample_seed(seed: int, sample: int) -> int:
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word, once at the start of a text and once after a space."""
+    """Return the token ids of each word, both at the start of a text and after a space."""
     encoded = tokenizer.encode_all([text for word in words for text in (word, f" {word.lstrip()}")])
     return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))

@@ -51,7 +51,7 @@ class SharedBody:
     parsed: GenerationRequest
     target: ServedModel | Pipeline
     fields: Mapping[str, SharedFields]  # by the name of each model that may answer
-    size: int  # `size_of` the shared fields if they have tools or documents, which each prompt repeats; otherwise 0
+    size: int  # `size_of` of the shared fields if each prompt repeats their tools or documents, otherwise 0
     ignored_header: Mapping[str, str]  # names the fields of the body that have no effect
 
 
@@ -75,9 +75,9 @@ class RequestHandler:
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` looks up API keys; by default, no keys are needed. `pipelines` may use only these models.
+        """`authenticator` looks up API keys; by default, no keys are required. `pipelines` may use only these models.
 
-        `tracer` receives a trace of each HTTP request and of each attempt at an item.
+        `tracer` receives a trace of each HTTP request and of each attempt to answer a batch item.
         """
         self.names = ModelNames(models, pipelines)
         self.config = config
@@ -90,7 +90,7 @@ class RequestHandler:
         self._unknown_fields = UnknownFields()
 
     def context(self, reservation: Reservation, request_id: str, **fields: Any) -> RequestContext:
-        """Return the context of a request that arrives now."""
+        """Return the context of a request that has just arrived."""
         return RequestContext(
             reservation=reservation,
             request_id=request_id,
@@ -103,7 +103,7 @@ class RequestHandler:
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], context: RequestContext) -> ResponseState:
         """Check a body, reserve the tokens that it may need, and prepare its response.
 
-        If the target is a pipeline, the steps before the answering step already run here.
+        If the target is a pipeline, this method also runs the steps before the answering step.
 
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
@@ -148,13 +148,13 @@ class RequestHandler:
     async def parse(
         self, body: Mapping[str, Any], size: int, schema: type[ParsedT], account: Account, *, is_strict: bool = False
     ) -> ParsedT:
-        """Return the typed body. A thread checks a body whose `size`, by `size_of`, is large. Raises InvalidRequest."""
+        """Return the typed body. If its `size` (see `size_of`) is large, a thread checks it. Raises InvalidRequest."""
         work = partial(parse, body, schema, self._unknown_fields, is_strict=is_strict)
         return await self.threads.read(account.name, size, work)
 
     @contextmanager
     def counting_refusals(self, model_name: str = NO_MODEL) -> Iterator[None]:
-        """Count an error in this block, which checks a request, as a refusal."""
+        """Count an error that the checks in this block raise as a refusal."""
         try:
             yield
         except CarouselError as error:
@@ -197,7 +197,7 @@ class RequestHandler:
     async def keep(self, new: NewResponse, read: ReadAnswer) -> AsyncIterator[RecordedAnswer]:
         """Prepare an answer that will be stored. `read` reads the responses that the answer continues.
 
-        Raises the errors of `handle`. LimitReached is raised at once, because this method never waits for a slot.
+        Raises the errors of `handle`. LimitReached is raised immediately, because this method never waits for a slot.
         """
         with self.authenticator.account_named(new.owner).reserve_for_stored() as reservation:
             context = self.context(
@@ -212,7 +212,7 @@ class RequestHandler:
             if new.previous is not None:
                 body = await with_history(body, read)
             state = await self.handle(ENDPOINTS[new.path], body, context)
-            assert state.writer is not None, "a stored answer is read by a client"
+            assert state.writer is not None, "`handle` sets the writer"
             info = structs.replace(state.writer.info(state), ignored=state.ignored)
             yield RecordedAnswer(state, info, path=new.path)
 
@@ -221,10 +221,10 @@ class RequestHandler:
     ) -> ItemResponse:
         """Return the response that an HTTP client would receive for this batch item from the endpoint at `path`.
 
-        A named owner is the tenant, regardless of `user` in the body, and the usage counts for the owner's key.
+        An owner with a name is the tenant, regardless of the body's `user`, and the usage is charged to the owner's
+        key.
 
-        Raises Overloaded (LimitReached for a limit of the key), Unavailable or EngineStopped if the item may be served
-        at another time.
+        Raises Overloaded (LimitReached for a limit of the key), Unavailable or EngineStopped if a retry may succeed.
         """
         request_id = uuid.uuid4().hex if origin is None else origin.request_id
         tenant = {"user": owner} if owner else {}
@@ -248,7 +248,7 @@ class RequestHandler:
 
     @contextmanager
     def _item_traced(self, path: str, origin: ItemOrigin | None) -> Iterator[RequestTrace | None]:
-        """Trace an item if a replica accepts it. A full service refuses the same item many times, without a trace."""
+        """Trace an item. Refusals by a full service are not recorded, because they may occur many times per item."""
         if self.tracer is None or origin is None:
             yield None
             return
@@ -266,10 +266,10 @@ class RequestHandler:
     async def outcomes(
         self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
     ) -> AsyncGenerator[ItemOutcome, None]:
-        """Compute several prompts of one client concurrently, and yield each outcome as soon as the prompt has ended.
+        """Answer several prompts of one client concurrently, and yield each outcome as soon as it is known.
 
-        Each prompt is a body without other fields. The reservation of the client's body is released once all prompts
-        are prepared. Closing this generator cancels the prompts that still run.
+        Each prompt is a body without the shared fields. The reservation for the client's body is released once all
+        prompts are prepared. Closing this generator cancels the prompts that are still running.
         """
         limits, num_unprepared = context.limits.shared_by(len(prompts)), len(prompts)
         context = replace(context, is_strict=False, limits=limits, shared=common.fields)
@@ -317,7 +317,7 @@ class RequestHandler:
         return ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
-        """Do the work of `handle` for a body whose fields were already checked, except for its prompt."""
+        """Do the work of `handle` for a body whose fields, except for its prompt, were already checked."""
         endpoint, size = common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
         with self.counting_refusals():
             own = await self.parse(prompt, size, endpoint.schema, context.reservation.account)
@@ -327,11 +327,11 @@ class RequestHandler:
     async def check_shared(
         self, context: RequestContext, path: str, body: Mapping[str, Any], *, num_bodies: int
     ) -> SharedBody:
-        """Check the fields that many items share. `body` contains a placeholder for their prompts.
+        """Check the fields that many items share. `body` contains a placeholder instead of a prompt.
 
         `num_bodies` bodies are answered together and share the limits of one answer.
 
-        Raises InvalidRequest for a mistake that all items share, and NotPermitted if the key may not use the model.
+        Raises InvalidRequest for a mistake in the shared fields, and NotPermitted if the key may not use the model.
         """
         endpoint, size, account = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE), context.reservation.account
         with self.counting_refusals():
@@ -351,7 +351,7 @@ class RequestHandler:
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
             fields = {each.name: await self.threads.encode(account.name, size, partial(check, each)) for each in models}
-        # Only writing the tools and the documents into each prompt remains to be done.
+        # The tools and the documents still have to be written into each prompt.
         is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
         return SharedBody(
             endpoint=endpoint,
@@ -367,7 +367,7 @@ class RequestHandler:
     ) -> tuple[Writer, PreparedRequest] | ItemResponse:
         """Prepare an item of a bulk run, which uses its own engines and no keys. Returns a refusal if it cannot run.
 
-        The writer of a response that is made of numbers writes the item's text.
+        If the response consists of numbers, the returned writer writes the item's text.
         """
         request_id = uuid.uuid4().hex
         try:
@@ -395,7 +395,7 @@ class ItemOutcome:
 
     @property
     def refusal(self) -> Exception | None:
-        """The error, if it is Overloaded, Unavailable or EngineStopped: the prompt may be served later."""
+        """The error if the prompt may be served later (Overloaded, Unavailable or EngineStopped), otherwise None."""
         return self.outcome if isinstance(self.outcome, Exception) and may_be_served_later(self.outcome) else None
 
     def answered(self, path: str) -> ItemResponse:

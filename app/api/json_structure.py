@@ -1,4 +1,4 @@
-"""Limits the size of JSON: of a text before it is parsed, and of a value before it is checked.
+"""Measures JSON texts before they are parsed, and JSON values before they are validated.
 
 Python's JSON parsers hold the interpreter lock while they create values, and millions of values take a second.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from app.errors import InvalidRequest
 
-# Parsing a text at one of these limits takes about 20 ms on an idle Zen 3, and twice as long beside other work.
+# Parsing a text at one of these limits takes about 20 ms on an idle Zen 3, and twice as long on a busy one.
 MAX_STRUCTURE = 60_000  # lists, objects and the fields of objects: enough for 5,000 conversations of three messages
 MAX_STRINGS = 125_000  # strings and field names; parsing a string takes three times as long as parsing a number
 MAX_VALUES = 1_050_000  # enough for the token ids that /detokenize accepts
@@ -35,14 +35,14 @@ def check_structure(
     ):
         if num > most:
             raise InvalidRequest(
-                f"{name}: there are {num:,} {what}; at most {most:,} are accepted; send fewer in one request",
+                f"{name}: {num:,} {what}; at most {most:,} are accepted in one request; send fewer",
                 param=param,
                 code="too_many_values",
             )
 
 
 def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
-    """Count the lists, objects and fields of a JSON text, then the commas outside strings, and then the strings."""
+    """Return the number of lists, objects and fields in a JSON text, of commas outside strings, and of strings."""
     num_structure = num_values = num_quotes = start = 0
     is_in_string = False
     while start < len(text):
@@ -86,5 +86,5 @@ def size_of(value: Any, limit: int, *, container_size: int = CONTAINER_SIZE) -> 
 
 
 def is_longer(value: Any, max_characters: int) -> bool:
-    """Return whether a value certainly has more characters as JSON, because it has more even without punctuation."""
+    """Return whether a value has more than `max_characters` as JSON, even without its punctuation."""
     return size_of(value, max_characters, container_size=0) > max_characters

@@ -37,7 +37,7 @@ class ModelNames:
         self.models = served
 
     def model(self, name: str | None, account: Account) -> ServedModel:
-        """Return the model with this name or alias; without a name, the only model that the account may use.
+        """Return the model with this name or alias. Without a name, return the only model that the account may use.
 
         Raises InvalidRequest if a name is required, NotFound, and NotPermitted if the account may not use the model.
         """
@@ -50,17 +50,17 @@ class ModelNames:
             return next(iter(usable.values()))
         served = ", ".join(usable)
         if name is None:
-            raise InvalidRequest(f"model is required: this server has {served}", param="model")
+            raise InvalidRequest(f"model is required; this server has {served}", param="model")
         raise NotFound(
             f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
         )
 
     def current(self, model: ServedModel) -> ServedModel:
-        """Return the adapter that is served now under this adapter's name. Raises NotFound if there is none."""
+        """Return the adapter that is currently served under this adapter's name. Raises NotFound if there is none."""
         served = self.models.get(model.name)
         if served is None or served.parent != model.parent:
             raise NotFound(
-                f"the adapter {model.name!r} of {model.parent} is not served now; choose another model",
+                f"the adapter {model.name!r} of {model.parent} is no longer served; choose another model",
                 param="model",
                 code="model_not_found",
             )

@@ -1,4 +1,4 @@
-"""A served model as the API sees it, the limits of a request, and a request that was checked and tokenized."""
+"""A served model, the limits for a request, and a request that was checked and tokenized."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RequestLimits:
     body_timeout_s: float = 60.0  # for the whole body; only an attacker sends more slowly
     max_choices: int = 128  # highest `n` and `best_of`; OpenAI's limit
     max_prompts: int = 128  # prompts × n in one call that waits for its response
-    max_inputs: int = 2048  # texts in one embeddings call (OpenAI's limit); `max_prompts` texts are computed at once
+    max_inputs: int = 2048  # texts in one embeddings call (OpenAI's limit); at most `max_prompts` run concurrently
     max_logprobs: int = 20  # highest `top_logprobs`, `logprobs` and `prompt_logprobs`; OpenAI's limit
     # Log-probabilities in one answer: choices × tokens × (1 + likeliest). Each takes about 80 bytes of JSON and 0.7 µs.
     max_answer_logprobs: int = 1_000_000
@@ -55,7 +55,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model as the API sees it: its name, its tokenizer, its sizes, and the callable that generates."""
+    """A model that the API serves: its name, its tokenizer, its sizes, and the callable that generates tokens."""
 
     name: str
     tokenizer: Tokenizer
@@ -68,7 +68,7 @@ class ServedModel:
     pooling: Pooling | None = None  # how embeddings are pooled; None if the model computes no embeddings
     adapter: Adapter | None = None  # the adapter that replicas apply
     parent: str = ""  # the model that an adapter adapts; empty for a base model
-    deadline_s: float | None = None  # for requests that name no deadline
+    deadline_s: float | None = None  # for requests without a deadline
     prices: PricesConfig = PricesConfig()  # noqa: RUF009 - frozen
 
     @cached_property
@@ -78,7 +78,6 @@ class ServedModel:
 
     @property
     def gives_embeddings(self) -> bool:
-        """Whether the model computes embeddings of texts."""
         return self.pooling is not None and self.model_info.embedding_size is not None
 
     def adapted(self, adapter: Adapter) -> ServedModel:
@@ -105,11 +104,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDetailOptions:
-    """The details of tokens that a request asks for."""
+    """The token details that a request asks for."""
 
-    logprobs: int | None = None  # number of likeliest tokens beside each generated or echoed token; None for no details
+    logprobs: int | None = None  # number of likeliest tokens for each generated or echoed token; None for no details
     names_are_ids: bool = False  # the response names tokens by their ids
-    prompt_logprobs: int | None = None  # number of likeliest tokens beside each prompt token, in vLLM's format
+    prompt_logprobs: int | None = None  # number of likeliest tokens for each prompt token, in vLLM's format
     token_ids: bool = False
     echo: bool = False  # the response's text includes the prompt
     choose_best: bool = False  # the answer consists of the likeliest of several samples
@@ -119,7 +118,7 @@ class TokenDetailOptions:
 class SharedFields:
     """The fields that all prompts of a body share, checked and converted once."""
 
-    sampling: Mapping[str, Any]  # the fields of `SamplingParams` that do not differ between requests
+    sampling: Mapping[str, Any]  # the fields of `SamplingParams` that are equal in all requests
     grammar: Grammar | None
     details: TokenDetailOptions | None
     tools: ToolUse | None
@@ -147,7 +146,7 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     continuous_usage: bool = False
     has_prediction: bool = False
     ignored: tuple[str, ...] = ()  # names of the fields of the body that have no effect
-    of_body: bytes = b"{}"  # JSON: the fields of a response (`/v1/responses`) that repeat its request
+    of_body: bytes = b"{}"  # the fields of a response (`/v1/responses`) that repeat its request, as JSON
 
 
 class EchoedPrompt(NamedTuple):
@@ -184,7 +183,7 @@ class PreparedRequest:
     reasoning: Reasoning | None = None  # splits reasoning from the text; None if the model marks no reasoning
     tools: ToolUse | None = None  # splits tool calls from the text; None if no tools are offered
     max_at_once: int | None = None  # maximum number of requests that run concurrently; None for all
-    first_runs_alone: bool = False  # the others start after the first request has ended and has cached their prefix
+    first_runs_alone: bool = False  # the other requests start after the first has finished and cached their prefix
     wants_timings: bool = False  # `usage` includes timings
 
     @property
@@ -213,7 +212,7 @@ class PreparedRequest:
         )
 
     def echo(self, index: int) -> EchoedPrompt:
-        """Return the prompt that the request with this index echoes; its text is empty if prompts are not echoed."""
+        """Return the prompt that the request with this index echoes. Its text is empty if prompts are not echoed."""
         return self.echoes[index // self.num_samples] if self.echoes else EchoedPrompt()
 
 
@@ -223,7 +222,7 @@ def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
 
 
 def check_token_ids(token_ids: Collection[int], model: ServedModel, param: str) -> None:
-    """Raise InvalidRequest if the vocabulary of the model does not contain a token id."""
+    """Raise InvalidRequest if a token id is outside the model's vocabulary."""
     vocab_size = model.model_info.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

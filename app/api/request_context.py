@@ -1,6 +1,6 @@
 """The context of one request: the account that pays for the request, the request's ids, and its headers.
 
-The context exists before the body is read, so an engine request can be built at once, with all of its fields.
+The context is created before the body is read, so engine requests can be built with all of their fields.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ TIMINGS_HEADER = "x-carousel-timings"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """The account of a request, and all of the request except its body."""
+    """A request's account, and everything about the request except its body."""
 
     reservation: Reservation
     request_id: str
     has_own_id: bool = True  # if false, `request_id` in the body replaces the id
     headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # names in lower case
-    is_strict: bool = False  # refuse unknown fields
+    is_strict: bool = False  # unknown fields are refused
     limits: RequestLimits = field(default_factory=RequestLimits)
     shares_prefixes: bool = True  # cached prefixes are shared with other accounts
-    arrived_at: float = 0.0  # by the clock of the metrics
-    trace: RequestTrace | None = None  # None if no traces are sent
+    arrived_at: float = 0.0  # on the metrics' clock
+    trace: RequestTrace | None = None  # None if requests are not traced
     may_store: bool = False  # the service stores responses, and this request may ask to be stored
     stored_as: tuple[str, int] | None = None  # the id and creation time of a response that is stored
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # fields that were already checked, by model
@@ -47,12 +47,12 @@ class RequestContext:
         """Return a new id: the prefix, up to 64 characters of the request's id, and a random suffix.
 
         The request's id lets a client find its entries in the step log and in an engine's log. The suffix makes the id
-        unique: clients may repeat an id, but an engine accepts each id once. Ids are short, as every token carries one.
+        unique: clients may repeat an id, but an engine accepts each id once. Ids are short: every token carries one.
         """
         return f"{prefix}{self.request_id[:64]}-{secrets.token_hex(4)}"
 
     def request_fields(self, body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
-        """Return the fields of an engine request that decide for which tenant, where and when the request runs.
+        """Return the fields of an engine request that set its tenant and decide where and when it runs.
 
         The account's name becomes the tenant, regardless of `user` in the body, and part of the session. The name is
         also part of the cache salt if accounts share no prefixes. A request without a deadline receives the model's

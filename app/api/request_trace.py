@@ -1,4 +1,4 @@
-"""The trace of one request or item. At its end, spans are built from times that the service measures anyway.
+"""The trace of one request or batch item. Its spans are built when it ends, from times that are measured anyway.
 
 A `Tracer` sends the spans to OpenTelemetry (`deployments/serve/tracing.py`). Without a tracer, nothing is recorded.
 """
@@ -20,7 +20,7 @@ Attributes = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One part of a request's time. All times are nanoseconds of wall time, by the clock of the ingress."""
+    """One part of a request's time. All times are nanoseconds of wall time, on the ingress's clock."""
 
     name: str
     began_ns: int
@@ -50,7 +50,7 @@ class _Attempt:
 
     @property
     def began_ns(self) -> int:
-        """When the replica queued the choice. `accepted_ns` is later if the replica reports with the first token."""
+        """When the replica queued the choice. `accepted_ns` is later if the replica reports only its first token."""
         if self.first_token_ns is None or self.times is None:
             return self.accepted_ns
         return self.first_token_ns - _ns(self.times.queue_s + self.times.prefill_s)
@@ -66,7 +66,7 @@ class PipelineStepTimes:
     ended_ns: int | None = None
 
     def end(self) -> None:
-        """Record that the step has its result."""
+        """Record that the step has finished."""
         self.ended_ns = time.time_ns()
 
 
@@ -76,9 +76,9 @@ class RequestTrace:
     def __init__(
         self, name: str, headers: Mapping[str, str] = MappingProxyType({}), *, trace_id: int | None = None
     ) -> None:
-        """The W3C Trace Context in `headers` (names in lower case) states which trace the request belongs to.
+        """The W3C Trace Context in `headers` (names in lower case) identifies the trace that the request belongs to.
 
-        A batch item has no headers, so `trace_id` states its trace.
+        A batch item has no headers, so `trace_id` identifies its trace.
         """
         self.name = name
         self.trace_id = trace_id
@@ -93,7 +93,7 @@ class RequestTrace:
 
     @classmethod
     def of_item(cls, path: str, origin: ItemOrigin) -> RequestTrace:
-        """Return the trace of one attempt at an item. All attempts share a trace id, derived from the request id."""
+        """Return the trace of one attempt to answer an item. All attempts use a trace id made from the request id."""
         digest = hashlib.sha256(origin.request_id.encode()).digest()
         trace = cls(f"item {path}", trace_id=int.from_bytes(digest[:16]))
         trace.attributes |= {"carousel.request_id": origin.request_id, "carousel.batch_id": origin.job_id}
@@ -101,15 +101,15 @@ class RequestTrace:
 
     @property
     def has_replica(self) -> bool:
-        """Whether a replica has queued a choice, or a pipeline step has ended."""
+        """Whether a replica has queued a choice, or a pipeline step has finished."""
         return bool(self._attempts) or any(step.ended_ns for step in self._steps)
 
     def checked(self) -> None:
-        """Record that the request was checked and its first generation begins."""
+        """Record that the request was checked and its first generation is starting."""
         self._checked_ns = self._checked_ns or time.time_ns()
 
     def step(self, name: str, model: str) -> PipelineStepTimes:
-        """Record that a pipeline step begins on a model."""
+        """Record the start of a pipeline step that uses this model."""
         step = PipelineStepTimes(name, model, time.time_ns())
         self._steps.append(step)
         return step
@@ -127,7 +127,7 @@ class RequestTrace:
             attempt.first_token_ns, attempt.times = time.time_ns(), times
 
     def finished(self, index: int) -> None:
-        """Record that a choice has ended normally."""
+        """Record that a choice has finished normally."""
         for attempt in [*self._of_choice(index)][-1:]:
             attempt.ended_ns = time.time_ns()
 

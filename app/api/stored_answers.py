@@ -1,7 +1,7 @@
 """Writes the records of an answer while it is generated, and reads them back as events or as one object.
 
-The first record of a stored answer is its request, and the second is the `AnswerInfo` for the writers of answers. Each
-later record is one delta. The same writers produce answers that are not stored.
+The first record of a stored answer is its request, and the second is the `AnswerInfo` for the answer's writer. Each
+later record is one delta. The same writers also write answers that are not stored.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RecordedAnswer:
         """Yield the records of this attempt that extend `known`, the records that earlier attempts have stored.
 
         The request has a fixed seed, so all attempts should generate the same output. Raises Failure if the outputs
-        differ, and any error of the generation.
+        differ, and passes on any error of the generation.
         """
         state, repetition, named = self._state, Repetition(), set[int]()
         num_known = 0
@@ -105,15 +105,15 @@ class RecordedAnswer:
         self._is_cut = self._is_cut or delta.finish_reason == "length"
 
     def end(self) -> AnswerEnd:
-        """Return the end of the answer. Only `/v1/responses` has the status "incomplete" for a truncated output."""
+        """Return the end of the answer. Only `/v1/responses` uses the status "incomplete" for a truncated output."""
         is_incomplete = self._is_cut and self._path == RESPONSES_PATH
         return AnswerEnd("incomplete" if is_incomplete else "completed", None, dict(self._state.more_usage()))
 
 
 def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignored: tuple[str, ...]) -> ChoiceDelta:
-    """Return a delta to store, with the new entries of `ignored` and without the data that belong to this attempt only.
+    """Return the delta to store, with the new entries of `ignored` and without the data about this attempt.
 
-    The delta also includes the bytes of tokens that no earlier delta has named. Adds these tokens to `named`.
+    The delta also includes the bytes of tokens that no earlier delta has named. These tokens are added to `named`.
     """
     if delta.queued is not None or delta.times is not None or delta.ignored or ignored:
         delta = msgspec.structs.replace(delta, queued=None, times=None, ignored=ignored)
@@ -134,7 +134,7 @@ class _Known:
 
 
 class Repetition:
-    """Removes from the deltas of an attempt everything that an earlier attempt has stored."""
+    """Removes the parts of an attempt's deltas that an earlier attempt has already stored."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}  # by choice
@@ -145,7 +145,7 @@ class Repetition:
         return sum(known.has_ended for known in self._known.values())
 
     def add(self, stored: ChoiceDelta) -> None:
-        """Add a stored delta. Add all of them before the first call of `rest`."""
+        """Add a stored delta. All stored deltas must be added before the first call to `rest`."""
         known = self._known.setdefault(stored.index, _Known())
         for kind, text in _texts(stored):
             known.texts[kind].seek(0, SEEK_END)
@@ -244,7 +244,7 @@ def _new(known: _Known, kind: str, text: str) -> str:
 
 
 def _differs() -> Failure:
-    return Failure("this response was interrupted, and computing it again gave a different output; send it again")
+    return Failure("this response was interrupted, and recomputing it gave a different output; send it again")
 
 
 # Reading records
@@ -338,12 +338,12 @@ class StoredEvents:
         self._is_open = False  # whether the headers were sent before the first event
 
     def open(self) -> bool:
-        """Record that the headers are sent now, so that an error can no longer set the status. Returns True."""
+        """Record that the headers are being sent, after which an error can no longer set the status. Returns True."""
         self._is_open = True
         return True
 
     def of(self, part: AnswerPart, *, after: int) -> Iterator[bytes]:
-        """Yield the events of this part with numbers above `after`, in pieces. Some pieces are empty.
+        """Yield the events of this part with numbers above `after`, in pieces, some of them empty.
 
         Read all pieces before the next call. Raises the errors of `AnswerReader.deltas`, but turns a refusal after
         `open` into an event.
@@ -536,7 +536,7 @@ async def _continued(read: ReadAnswer, response_id: str, *, is_first: bool) -> T
 
 
 def own_items(given: Any) -> list[Json]:
-    """Return the input of a request as a list of items. A text becomes one message of the user."""
+    """Return the input of a request as a list of items. A text becomes one user message."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     items: list[Json] = given

@@ -16,8 +16,8 @@ from app.errors import Overloaded
 from app.fair import FairQueue
 
 MAX_SIZE_ON_THE_LOOP = 2000  # characters and values of a body; encoding a text of 2,000 characters takes a millisecond
-MAX_SMALL_SIZE = 65_536  # checking the fields of a body of this size and encoding its text takes some tens of ms
-MAX_WAITING = 256  # pieces of work that may wait for one tenant
+MAX_SMALL_SIZE = 65_536  # checking the fields of a body of this size and encoding its text takes tens of ms
+MAX_WAITING = 256  # pieces of work that may be queued for one tenant
 
 T = TypeVar("T")
 
@@ -37,19 +37,19 @@ class FairThreads:
             return len(self._queue)
 
     def submit(self, tenant: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work and return its future. Raises Overloaded if `MAX_WAITING` pieces of this tenant wait."""
+        """Queue work and return its future. Raises Overloaded if the tenant already has `MAX_WAITING` pieces queued."""
         future: Future[T] = Future()
         with self._lock:
             if self._queue.num_waiting(tenant) >= MAX_WAITING:
                 raise Overloaded(
-                    f"{MAX_WAITING:,} large requests of this client wait to be checked; send fewer at a time"
+                    f"{MAX_WAITING:,} large requests from this client are waiting to be checked; send fewer at once"
                 )
             self._queue.push(tenant, (future, work))
         self._executor.submit(self._run_all)
         return future
 
     def _run_all(self) -> None:
-        """Run queued work until no more may start. A tenant at its limit starts more work when its other work ends."""
+        """Run queued work until none may start. A tenant at its limit may start work when its other work finishes."""
         while (taken := self._take()) is not None:
             tenant, (future, work) = taken
             try:

@@ -1,7 +1,7 @@
-"""All settings, as one frozen tree that is read once at the start. No module here reads environment variables.
+"""All settings, as one frozen tree that is read once at startup. No module here reads environment variables.
 
-A config holds only the operator's settings. Measured values (the number of KV blocks that fit, the length of the
-model's context) are returned by the package that measured them and are never written into a config.
+A config holds only the operator's settings. Measured values, such as the number of KV blocks that fit or the model's
+context length, are returned by the package that measures them and are never written into a config.
 """
 
 from app.config.api import ApiConfig, KeyConfig, KeysConfig

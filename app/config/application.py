@@ -27,14 +27,14 @@ class ApplicationConfig(Settings):
     models: tuple[ServedModelConfig, ...] = Field((ServedModelConfig(),), min_length=1, description="models to serve")
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
-    pipelines: tuple[PipelineConfig, ...] = Field((), max_length=64, description="steps under one name")
+    pipelines: tuple[PipelineConfig, ...] = Field((), max_length=64, description="steps that clients call as one model")
     batches: BatchesConfig | None = Field(
-        None, description="enables files, batches and /v1/batch; `{}`: with the defaults below"
+        None, description="enables files, batches and /v1/batch; `{}` enables them with the defaults below"
     )
 
     @property
     def max_items_in_flight(self) -> int:
-        """The most batch items at the replicas at once: half of the slots, so that online requests get the rest."""
+        """The maximum number of batch items on the replicas: half of all slots, to leave room for other requests."""
         least, most = 32, 1024
         num_slots = sum(model.replicas.max_replicas * model.engine.scheduler.max_running for model in self.models)
         return min(max(least, num_slots // 2), most)
@@ -48,5 +48,5 @@ class ApplicationConfig(Settings):
     def _branches_agree(self) -> ApplicationConfig:
         check_branches(self.models, self.pipelines)
         if self.api.store_responses and self.batches is None:
-            raise ValueError("api.store_responses needs the folder of `batches`; set `batches`, or remove the former")
+            raise ValueError("api.store_responses requires the folder of `batches`; set `batches`, or do not store any")
         return self

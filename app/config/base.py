@@ -15,12 +15,12 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"
 
 
 class Settings(BaseModel):
-    """Base class of every branch. A branch is frozen, and an unknown field is an error."""
+    """Base class of all branches. Branches are frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def with_setting(self, path: str, value: Any) -> Self:
-        """Return a copy with another value for the setting at this dotted path. The value is not validated."""
+        """Return a copy with a new value for the setting at this dotted path. The value is not validated."""
         name, _, below = path.partition(".")
         before = getattr(self, name)
         return self.model_copy(update={name: before.with_setting(below, value) if below else value})
@@ -32,7 +32,7 @@ def repeated(names: Iterable[str]) -> list[str]:
 
 
 def chosen(value: Any, kinds: Any, *, key: str = "name") -> Any:
-    """Expand a name alone to that kind with its defaults. Raises ValueError with the known kinds or parameters."""
+    """Expand a bare name to a kind with default parameters. Raises ValueError for an unknown kind or parameter."""
     given = {key: value} if isinstance(value, str) else value
     if not isinstance(given, dict):
         return value

@@ -16,16 +16,16 @@ class WebhooksConfig(Settings):
         None,
         min_length=1,
         max_length=2048,
-        description="receiver for batches without a receiver; may be in a private network, over http and on any port",
+        description="receiver for batches that name none; may be in a private network, use http, and have any port",
     )
     secret_file: str | None = Field(
-        None, min_length=1, description="file with the secret (`whsec_…`) that signs messages to `url`"
+        None, min_length=1, description="file with the secret (`whsec_…`) for signing messages to `url`"
     )
     allowed_networks: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="private networks, such as 10.1.0.0/16, where batches may have receivers, over http and on any"
-        " port; every key may then send messages there",
+        description="private networks, such as 10.1.0.0/16, in which batches may have receivers, over http and on any "
+        "port; all keys can then send messages to these networks",
     )
 
     @field_validator("allowed_networks")
@@ -41,7 +41,7 @@ class WebhooksConfig(Settings):
     @model_validator(mode="after")
     def _url_and_secret_go_together(self) -> WebhooksConfig:
         if (self.url is None) != (self.secret_file is None):
-            raise ValueError("url and secret_file go together: set both or neither")
+            raise ValueError("url and secret_file belong together; set both or neither")
         return self
 
 
@@ -51,14 +51,14 @@ class BatchesConfig(Settings):
     path: str = Field(
         "~/.local/share/carousel/batches",
         min_length=1,
-        description="folder where files and batches survive restarts; each service needs its own folder",
+        description="folder that stores files and batches across restarts; each service needs its own folder",
     )
     max_total_bytes: int = Field(
-        20 * GIB, ge=1, le=10**15, description="maximum size of all files and stored responses, in bytes"
+        20 * GIB, ge=1, le=10**15, description="maximum total bytes of files, batch results and stored responses"
     )
     keep_s: int | None = Field(
         30 * 86_400,
         ge=1,
-        description="seconds for which responses, and files without an expiry, are stored; null: forever",
+        description="seconds until responses, and files without an expiry of their own, are deleted; null: never",
     )
     webhooks: WebhooksConfig = WebhooksConfig()

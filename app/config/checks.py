@@ -8,11 +8,11 @@ from app.config.base import repeated
 from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig, RouteStepConfig, named_by
 
-MAX_RUNS = 64  # model runs for one request to a pipeline
+MAX_RUNS = 64  # maximum model runs for one request to a pipeline
 
 
 def check_branches(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
-    """Run all of these checks."""
+    """Run all checks."""
     check_names(models, pipelines)
     for index, model in enumerate(models):
         check_devices(f"models[{index}]", model)
@@ -24,14 +24,14 @@ def check_names(models: Sequence[ServedModelConfig], pipelines: Sequence[Pipelin
     names = [name for model in models for name in model.all_names]
     twice = repeated([*names, *(pipeline.name for pipeline in pipelines)])
     if twice:
-        raise ValueError(f"models, adapters and pipelines have the same name: {', '.join(twice)}; give each its own")
+        raise ValueError(f"several models, adapters or pipelines are named {', '.join(twice)}; give each its own name")
     by_deployment: dict[str, str] = {}
     for index, model in enumerate(models):
         twin = by_deployment.setdefault(model.deployment_name, model.name)
         if twin != model.name:
             raise ValueError(
-                f"models[{index}].name: got {model.name!r}, too similar to {twin!r}: both would be the Serve "
-                f"deployment {model.deployment_name!r}; change more than punctuation"
+                f"models[{index}].name: got {model.name!r}, too similar to {twin!r}, because both would use the Serve "
+                f"deployment {model.deployment_name!r}; choose names that differ in more than punctuation"
             )
 
 
@@ -41,8 +41,8 @@ def check_devices(where: str, model: ServedModelConfig) -> None:
     field = f"{where}.replicas.num_gpus: got {num_gpus:g}"
     if device == "cuda" and num_gpus == 0:
         raise ValueError(
-            f"{field} with engine.model.device 'cuda'; a replica sees only the GPUs reserved for it: set num_gpus to "
-            f"1, or device to 'cpu'"
+            f"{field} with engine.model.device 'cuda', but a replica can use only the GPUs that are reserved for it; "
+            f"set num_gpus to 1, or device to 'cpu'"
         )
     if device == "cpu" and num_gpus > 0:
         raise ValueError(f"{field} with engine.model.device 'cpu'; set num_gpus to 0, or device to 'auto'")
@@ -70,7 +70,7 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
                 if name not in known:
                     what = "model or pipeline" if answers else "model"
                     raise ValueError(
-                        f"pipelines[{index}].steps[{place}].{field}: there is no {what} {name!r}; there are "
+                        f"pipelines[{index}].steps[{place}].{field}: there is no {what} {name!r}; use one of "
                         f"{', '.join(known)}"
                     )
     without_circle: set[str] = set()
@@ -78,23 +78,23 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
         circle = _circle(name, pipeline_of, without_circle)
         if circle:
             raise ValueError(
-                f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; name a model in one of them"
+                f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; use a model in one of them"
             )
     num_runs: dict[str, int] = {}
     for index, name in enumerate(pipeline_of):
         if (number := _num_runs(name, pipeline_of, num_runs)) > MAX_RUNS:
             raise ValueError(
                 f"pipelines[{index}]: a request for {name} would run {number:,} models, including those of inner "
-                f"pipelines; at most {MAX_RUNS} are accepted: name fewer models in the steps"
+                f"pipelines; at most {MAX_RUNS} are allowed, so name fewer models in the steps"
             )
 
 
 def _circle(
     name: str, pipelines: Mapping[str, PipelineConfig], without_circle: set[str], before: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Return the names of a circle of pipelines, with the path from `name` to the circle; empty if there is no circle.
+    """Return the path from `name` into a cycle of pipelines, up to the first repeated name; empty without a cycle.
 
-    `without_circle` holds pipelines that lead to no circle and need no second walk. This function adds more.
+    `without_circle` caches pipelines that lead to no cycle.
     """
     if name in before:
         return (*before, name)
@@ -107,7 +107,7 @@ def _circle(
 
 
 def _num_runs(name: str, pipelines: Mapping[str, PipelineConfig], known: dict[str, int]) -> int:
-    """Return the most model runs of a request for a pipeline, or 1 for a model. `known` caches pipelines' results."""
+    """Return the maximum number of model runs for a request to a pipeline, or 1 for a model. `known` caches results."""
     if name not in pipelines:
         return 1
     if name not in known:

@@ -15,36 +15,36 @@ KvType = Literal["auto", "int8", "fp8"]  # number type of keys and values
 
 
 class ModelConfig(Settings):
-    """The model's weights, and the number types, device and backend that compute with them."""
+    """The model's weights, and the number types, device and backend that are used to compute with them."""
 
     path: str = Field("models/demo", min_length=1, description="folder of a transformers model, GGUF file, or hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="number type of the weights. auto: bfloat16 on CUDA, and on a CPU if the checkpoint has bfloat16 "
-        "and the native decoder is fast with it; otherwise float32",
+        description="number type of the weights. auto: bfloat16 on CUDA, and on a CPU if the checkpoint uses it and "
+        "the native decoder is fast with it; otherwise float32",
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
-        description="type into which weight matrices are packed at load. int8, int4: for the native decoder on a CPU; "
-        "fp8: for the CUDA decoder, from compute capability 8.9; other models are refused",
+        description="number type to which weight matrices are converted at load. int8, int4: on CPUs, with the native "
+        "decoder; fp8: on GPUs from compute capability 8.9, with the CUDA decoder; rejects other models",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the replica has a GPU")
     num_threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="CPU threads of one replica; default: the replica's share of the machine's cores",
+        description="CPU threads per replica; default: the replica's share of the machine's cores",
     )
     backend: Literal["auto", "graphs", "eager", "triton", "library", "torch"] = Field(
         "auto",
-        description="auto: the fastest backend that works. A replica with a named backend starts with no other: torch: "
-        "transformers' code with plain torch. On a GPU: graphs: the first choice of auto; eager: as graphs, but "
-        "without CUDA graphs; triton: transformers' code with Carousel's attention kernels; library: transformers' "
-        "code with torch's FlashAttention",
+        description="auto: the fastest backend that works. If a backend is named, no other is tried. torch: "
+        "transformers' code with plain torch. The rest need a GPU. graphs: Carousel's decoder and kernels in CUDA "
+        "graphs; eager: the same without CUDA graphs; triton: transformers' code with Carousel's attention kernels; "
+        "library: transformers' code with torch's FlashAttention",
     )
     batch_invariant: bool = Field(
-        False, description="compute the same logits, bit by bit, in any batch; models that cannot do this are refused"
+        False, description="compute bitwise equal logits in any batch; startup fails if the model cannot do this"
     )
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; default: the model's limit")
     max_loaded_adapters: int | None = Field(
@@ -52,12 +52,12 @@ class ModelConfig(Settings):
         ge=1,
         le=1024,
         description="maximum number of LoRA adapters in memory at once; default: 8, but on a GPU only if `adapters` "
-        "is set, because their memory is allocated at the start",
+        "is set, because the memory is allocated at startup",
     )
     simulated: dict[str, Any] | None = Field(
         None,
-        description="for tests and benchmarks: parameters of `SimulatedCosts` (app/model/simulated.py) instead "
-        "of weights; the tokenizer and config.json of `path` are used",
+        description="for tests and benchmarks: parameters of `SimulatedCosts` (app/model/simulated.py), which replace "
+        "the weights; the tokenizer and config.json of `path` are still used",
     )
 
     @model_validator(mode="after")
@@ -77,22 +77,22 @@ class ModelConfig(Settings):
         ]
         if wrong:
             raise ValueError(
-                f"quantization is {self.quantization}, which only {self.quantised_by} computes, and "
-                f"{' and '.join(wrong)}; set quantization: none, or leave these settings at their defaults"
+                f"quantization is {self.quantization}, which only {self.quantised_by} supports, but "
+                f"{' and '.join(wrong)}; set quantization to none, or leave these settings at their defaults"
             )
         return self
 
     @property
     def quantised_by(self) -> str:
-        """The decoder that computes with weights of this quantization."""
+        """The decoder that supports this quantization."""
         return "the decoder for CUDA" if self.quantization == "fp8" else "the native decoder on a CPU"
 
 
 class TierConfig(Settings):
-    """A folder for prefixes beside the KV memory. A prefix is read from the folder if that is faster than prefill."""
+    """A folder that stores prefixes outside the KV memory. A prefix is read from it if that is faster than prefill."""
 
     path: str = Field(
-        min_length=1, description="folder, shared by the replicas of a machine; its files reveal the content of prompts"
+        min_length=1, description="folder that a machine's replicas share; its files reveal the content of prompts"
     )
     max_gib: float = Field(
         1.0, gt=0, description="maximum size of the folder's files in GiB; the least recently used files are deleted"
@@ -103,51 +103,51 @@ class CacheConfig(Settings):
     """The paged KV memory of one replica."""
 
     block_size: int = Field(16, ge=1, le=256, description="tokens in one block")
-    memory_gib: float = Field(0.25, gt=0, description="size of the KV memory on a CPU in GiB")
+    memory_gib: float = Field(0.25, gt=0, description="size of the KV memory in GiB, on CPUs")
     gpu_memory_fraction: float = Field(
-        0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, one step and KV memory together"
+        0.9, gt=0, le=0.98, description="fraction of a GPU's memory to use for weights, steps and KV memory together"
     )
     dtype: KvType = Field(
         "auto",
-        description="number type of keys and values. auto: the model's type; int8: for native attention on a CPU; fp8:"
-        " for a GPU from compute capability 8.9",
+        description="number type of keys and values. auto: the model's; int8: on CPUs with native attention; fp8: on "
+        "GPUs from compute capability 8.9",
     )
-    num_blocks: int | None = Field(None, ge=1, description="number of blocks, in place of the memory settings")
+    num_blocks: int | None = Field(None, ge=1, description="number of blocks; overrides the memory settings")
     tiers: tuple[TierConfig, ...] = Field(
-        (), max_length=1, description="storage for prefixes that leave the KV memory; default: none"
+        (), max_length=1, description="storage for prefixes that are evicted from the KV memory; default: none"
     )
 
 
 class StepLogConfig(Settings):
     """A record of every step's decisions, for `python -m benchmarks.engine.replay`."""
 
-    path: str | None = Field(None, min_length=1, description="folder of the record; default: no record")
+    path: str | None = Field(None, min_length=1, description="folder for the step log; default: no log")
     record_prompts: bool = Field(
-        True, description="record token ids; if false, record lengths and hashes only, for replays without a model"
+        True, description="record token ids; if false, only lengths and hashes, enough for replays without a model"
     )
 
 
 class SpeculationConfig(Settings):
-    """Speculation: the next tokens are drafted, and one step verifies all tokens of a draft."""
+    """Speculative decoding: the next tokens are drafted, and one step verifies all tokens of a draft."""
 
     method: Literal["lookup", "draft_model", "off"] = Field(
         "off",
-        description="source of drafts. lookup: tokens that followed the same tokens before, and tokens that a grammar"
-        " forces; draft_model: tokens of a smaller model, on CPUs only; off: only the `prediction` of a request",
+        description="source of drafts. lookup: tokens that followed the same tokens before, and tokens that a grammar "
+        "forces; draft_model: tokens from a smaller model, on CPUs only; off: only a request's `prediction`",
     )
     model: str | None = Field(
         None,
         min_length=1,
-        description="folder, GGUF file or hub id of a draft model with the same tokens; number type, quantization "
-        "and threads are those of the served model",
+        description="folder, GGUF file or hub id of a draft model with the same tokens; it uses the served model's "
+        "number type, quantization and threads",
     )
 
     @model_validator(mode="after")
     def _a_draft_model_is_named(self) -> SpeculationConfig:
         if (self.method == "draft_model") != (self.model is not None):
             raise ValueError(
-                f"method is {self.method} and model is {self.model}: method: draft_model needs a model, and no other "
-                f"method has one"
+                f"method is {self.method} and model is {self.model}; the method draft_model requires a model, and the "
+                f"other methods do not use one"
             )
         return self
 

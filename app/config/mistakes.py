@@ -1,4 +1,4 @@
-"""Messages for the mistakes in a config, one line for each mistake: the path, the value, the fix."""
+"""Messages for mistakes in a config. Each mistake is described in one line with its path, its value and the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.config.tree import branches_of, branches_within, choice_of, leaves, nam
 def mistakes_of(error: ValidationError, root: type[BaseModel], *, at: str = "") -> list[str]:
     """Return lines such as `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`.
 
-    `root`: the branch that was validated. `at`: the path of that branch, with which the lines begin.
+    `root` is the branch that was validated, and `at` is its path, which starts each line.
     """
     details = error.errors(include_url=False)
     # If the only entry of a list has a mistake, pydantic also reports that the list is too short.
@@ -35,7 +35,7 @@ def _in_words(detail: ErrorDetails, root: type[BaseModel], at: str) -> str:
     where = (at + _path(_without_kinds(detail["loc"], root))).lstrip(".")
     if detail["type"] == "extra_forbidden":
         return f"{where}: no such setting{_suggestion(detail['loc'], root)}"
-    if detail["type"] == "value_error":  # messages of Carousel's own checks have the values and the fix
+    if detail["type"] == "value_error":  # Carousel's own checks already name the value and the fix
         text = detail["msg"].removeprefix("Value error, ")
         return f"{where}: {text}" if where else text
     text = detail["msg"].replace("Input should be", "must be").replace("Input should", "must")
@@ -47,7 +47,7 @@ def _path(location: Iterable[int | str]) -> str:
 
 
 def _without_kinds(location: Iterable[int | str], root: type[BaseModel]) -> list[int | str]:
-    """Remove the kinds that pydantic adds to the path after a choice by name; a config file does not have them."""
+    """Remove the kinds that pydantic inserts after a choice by name, because config files do not contain them."""
     known, kept = dict(leaves(root)), list[int | str]()
     for part in location:
         choice = known.get(re.sub(r"\[\d+\]", "[]", _path(kept)).lstrip("."))
@@ -65,7 +65,7 @@ def _suggestion(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
             field = branch.model_fields[part]
             inner = branches_of(field)
             branch = inner[0] if field.default is None and inner else field.annotation  # an optional branch
-        else:  # the name of one of several kinds
+        else:  # the name of a kind
             branch = next(kind for kind in branches_within(branch) if choice_of(kind) == part)
     assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
     return suggestion(str(location[-1]), branch.model_fields)
@@ -75,4 +75,4 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the most similar known name, or all known names."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; use one of {', '.join(names)}"

@@ -15,13 +15,13 @@ from app.config.scheduler import SchedulerConfig
 
 
 class PricesConfig(Settings):
-    """Prices of a million tokens, in any currency. All models and budgets must use the same currency."""
+    """Prices per million tokens, in any currency. All models and budgets must use the same currency."""
 
-    input: float = Field(0.0, ge=0, le=10**9, description="price of a million prompt tokens")
+    input: float = Field(0.0, ge=0, le=10**9, description="price per million prompt tokens")
     cached_input: float | None = Field(
-        None, ge=0, le=10**9, description="price of a million cached prompt tokens; default: the price of `input`"
+        None, ge=0, le=10**9, description="price per million cached prompt tokens; default: the price of `input`"
     )
-    output: float = Field(0.0, ge=0, le=10**9, description="price of a million output tokens")
+    output: float = Field(0.0, ge=0, le=10**9, description="price per million output tokens")
 
     def cost(self, *, num_prompt_tokens: int, num_cached_tokens: int = 0, num_output_tokens: int) -> float:
         """Return the cost of these tokens. `num_prompt_tokens` includes the cached tokens."""
@@ -37,21 +37,21 @@ class ServedModelConfig(Settings):
     aliases: tuple[Name, ...] = Field((), max_length=64, description="other names of the model")
     tool_parser: Literal[
         "auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "lfm2", "granite", "nemotron", "gemma4"
-    ] = Field("auto", description="format of tool calls; auto: the format of the chat template, if listed here")
+    ] = Field("auto", description="format of tool calls; auto: the chat template's format, if it is listed here")
     pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
         "auto",
-        description="hidden state for embeddings: of the last token, the mean of all tokens, of an encoder's first "
-        "token, or none; auto: by 1_Pooling/config.json; without this file mean for encoders, last for other models",
+        description="hidden state for embeddings. last: the last token's; mean: the mean of all; cls: an encoder's "
+        "first token's; auto: as in 1_Pooling/config.json, otherwise mean for encoders and last for other models",
     )
     deadline_s: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="deadline in seconds, including waiting, of a request without its own `deadline_s`; background "
-        "requests have none; default: no limit",
+        description="seconds within which a request must finish, including its time in the queue, unless it sets its "
+        "own `deadline_s`; does not apply to background requests; default: no limit",
     )
     adapters: dict[Name, str] = Field(
-        {}, max_length=1024, description="LoRA adapters: folder or hub id by the name that clients send as `model`"
+        {}, max_length=1024, description="LoRA adapters: folder or hub id, by the name that clients send as `model`"
     )
     prices: PricesConfig = PricesConfig()
     engine: EngineConfig = EngineConfig()
@@ -65,7 +65,7 @@ class ServedModelConfig(Settings):
         return self.engine.with_setting("model.max_loaded_adapters", MAX_LOADED_ADAPTERS)
 
     def scheduler_of(self, group: str) -> SchedulerConfig:
-        """Return the scheduler's settings for a group's replicas; the engine's settings for "" and unknown groups."""
+        """Return the scheduler's settings for a group's replicas, or the engine's for "" or an unknown group."""
         changes = next((each.scheduler for each in self.replicas.groups if each.name == group), {})
         return self.engine.scheduler.changed(changes)
 
@@ -90,7 +90,7 @@ class ServedModelConfig(Settings):
                 raise ValueError(f"{mistakes_of(error, SchedulerConfig, at=where)[0]}") from error
             if scheduler.max_requests > max_requests:
                 raise ValueError(
-                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}, but the model's replicas "
-                    f"take {max_requests:,} by engine.scheduler: raise the limits there"
+                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}, but engine.scheduler allows "
+                    f"only {max_requests:,} for the model's replicas; raise the limits there"
                 )
         return self

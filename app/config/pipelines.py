@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from app.config.base import Name, Settings, chosen
 
-_MODEL = "model that runs: with embeddings, for rerank also a cross-encoder; for generate also another pipeline"
+_MODEL = "model to run: for embed, one with embeddings; for rerank, also a cross-encoder; for generate, also a pipeline"
 
 
 class RankingStepConfig(Settings):
@@ -25,14 +25,14 @@ class RerankStepConfig(RankingStepConfig):
 
 
 class EmbedStepConfig(RankingStepConfig):
-    """Keeps the best documents, of the request or of an index, by the cosine similarity of embeddings."""
+    """Keeps the best documents, from the request or from an index, by the cosine similarity of embeddings."""
 
     kind: Literal["embed"] = "embed"
     index: str | None = Field(
         None,
         min_length=1,
-        description="file of documents; each line is a JSON object with `text` and optionally `id`; default: the "
-        "documents of the request",
+        description="file of documents, with a JSON object with `text` and optionally `id` on each line; default: the "
+        "request's documents",
     )
 
 
@@ -50,7 +50,7 @@ class CascadeStepConfig(Settings):
     small: Name = Field(description="model or pipeline that answers first")
     large: Name = Field(description="model or pipeline that answers if `small` was not sure")
     min_mean_logprob: float = Field(
-        -1.0, ge=-100, le=0, description="`small` was sure if the mean log-probability of its tokens is at least this"
+        -1.0, ge=-100, le=0, description="minimum mean log-probability of its tokens at which `small` counts as sure"
     )
 
     @model_validator(mode="after")
@@ -67,8 +67,8 @@ class EnsembleStepConfig(Settings):
     models: tuple[Name, ...] = Field(min_length=2, max_length=16, description="models or pipelines")
     choose: Literal["vote", "logprob"] = Field(
         "vote",
-        description="vote: the most frequent text, or the likeliest one of several equally frequent texts; logprob: "
-        "the answer with the highest mean log-probability",
+        description="vote: the most frequent text, or in a tie the most likely of these; logprob: the answer with the "
+        "highest mean log-probability",
     )
 
 
@@ -76,42 +76,42 @@ _CONDITIONS = ("max_prompt_tokens", "values", "examples", "description")
 
 
 class RouteCaseConfig(Settings):
-    """A case of a route. A case takes the requests that fit it and no earlier case."""
+    """A case of a route. It applies to the requests that match this case and no earlier one."""
 
     model: Name = Field(description="model or pipeline that answers")
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="maximum tokens of the prompt; without a header or a classifier"
+        None, ge=1, description="maximum prompt tokens; only in routes without a header and a classifier"
     )
-    values: tuple[str, ...] = Field((), max_length=256, description="values of the header, or labels of the classifier")
+    values: tuple[str, ...] = Field((), max_length=256, description="the header's values, or the classifier's labels")
     examples: tuple[str, ...] = Field(
-        (), max_length=64, description="example texts: the case with the example nearest to the last text is chosen"
+        (), max_length=64, description="example texts; the case with the example nearest to the user's last text wins"
     )
     description: str | None = Field(
-        None, min_length=1, description="the requests of the case in words: the classifier chooses for the last text"
+        None, min_length=1, description="description of the requests, by which the classifier selects the case"
     )
 
 
 class RouteStepConfig(Settings):
-    """Chooses the model that answers by the first case that a request fits, before the answer is queued."""
+    """Chooses the model that answers by the first case that matches a request, before the answer is queued."""
 
     kind: Literal["route"] = "route"
     header: str | None = Field(
-        None, pattern=r"^[a-z0-9-]+$", description="header of the request, in lower case, whose values the cases list"
+        None, pattern=r"^[a-z0-9-]+$", description="the request's header, in lower case, whose values the cases list"
     )
     classifier: Name | None = Field(
         None,
-        description="model for the last text: with embeddings if the cases have examples, with labels if they have "
-        "values, and one that generates if they have descriptions; default without a header: the prompt's length",
+        description="model that classifies the user's last text: an embedding model for cases with examples, one with "
+        "labels for values, one that generates for descriptions; default without a header: the prompt's length decides",
     )
     cases: tuple[RouteCaseConfig, ...] = Field(
         min_length=2,
         max_length=64,
-        description="cases in order; the last takes all other requests, unless cases have examples or descriptions",
+        description="cases in order; the last one takes all other requests, unless cases have examples or descriptions",
     )
 
     @property
     def condition(self) -> str:
-        """The setting of a case that says which requests the case takes."""
+        """The setting of the cases that selects requests."""
         if self.classifier is None:
             return "max_prompt_tokens" if self.header is None else "values"
         given = (name for name in ("description", "values") if any(getattr(case, name) for case in self.cases))
@@ -120,7 +120,7 @@ class RouteStepConfig(Settings):
     @model_validator(mode="after")
     def _cases_are_told_apart(self) -> RouteStepConfig:
         if self.header is not None and self.classifier is not None:
-            raise ValueError("a route has a header or a classifier; remove one of the two")
+            raise ValueError("a route cannot have both a header and a classifier; remove one of the two")
         by = "a header" if self.header else "a classifier" if self.classifier else "the prompt's length"
         for index, case in enumerate(self.cases):
             is_for_others = index == len(self.cases) - 1 and self.condition not in ("examples", "description")
@@ -128,8 +128,8 @@ class RouteStepConfig(Settings):
             wanted = [] if is_for_others else [self.condition]
             if given != wanted:
                 raise ValueError(
-                    f"cases[{index}] has {', '.join(given) or 'no condition'}; in this route by {by}, the case must "
-                    f"{'have no condition and takes all other requests' if is_for_others else f'have {self.condition}'}"
+                    f"cases[{index}] has {', '.join(given) or 'no condition'}; the route chooses by {by}, so the case "
+                    f"must have {'no condition, to take all other requests' if is_for_others else self.condition}"
                 )
         return self
 
@@ -171,9 +171,9 @@ class PipelineConfig(Settings):
 class NamedByStep(NamedTuple):
     """A model or a pipeline that a step runs."""
 
-    field: str  # the field of the step that has the name
+    field: str  # the step's field that contains the name
     name: str  # of a model, an alias, an adapter or a pipeline
-    answers: bool  # False: the model ranks or classifies, which a pipeline cannot do
+    answers: bool  # False if the model ranks or classifies, which a pipeline cannot do
 
 
 def named_by(step: PipelineStepConfig) -> list[NamedByStep]:

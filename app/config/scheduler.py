@@ -15,7 +15,7 @@ from app.config.removed import without_removed
 class WholeBatchesConfig(Settings):
     """Base class of the strategies that form whole batches of at most `max_running` sequences."""
 
-    max_wait_ms: float = Field(50.0, ge=0, le=600_000, description="ms after which a batch starts, full or not")
+    max_wait_ms: float = Field(50.0, ge=0, le=600_000, description="ms after which a batch starts even if not full")
 
 
 class StaticConfig(WholeBatchesConfig):
@@ -25,7 +25,7 @@ class StaticConfig(WholeBatchesConfig):
 
 
 class DynamicConfig(WholeBatchesConfig):
-    """Like static, with a limit of the prompt tokens in one batch."""
+    """Like static, with a limit on the prompt tokens in one batch."""
 
     name: Literal["dynamic"] = "dynamic"
 
@@ -37,7 +37,7 @@ class BucketedConfig(WholeBatchesConfig):
 
 
 class SortedConfig(WholeBatchesConfig):
-    """A batch has the request that has waited longest and the requests with the nearest prompt lengths."""
+    """A batch contains the request that has waited longest and the requests with the most similar prompt lengths."""
 
     name: Literal["sorted"] = "sorted"
 
@@ -56,10 +56,10 @@ class ContinuousConfig(Settings):
 
 
 class HybridConfig(Settings):
-    """Like continuous, with a limit of prefill's share of a step's budget while a sequence decodes."""
+    """Like continuous, with a limit on prefill's share of a step's token budget while a sequence decodes."""
 
     name: Literal["hybrid"] = "hybrid"
-    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step for prefill while a sequence decodes")
+    prefill_share: float = Field(0.5, gt=0, le=1, description="maximum share of a step for prefill during decode")
 
 
 StrategyConfig = (
@@ -92,7 +92,7 @@ class FairConfig(Settings):
 
 
 class DeadlineConfig(Settings):
-    """Within a tenant, the earliest deadline that can still be met first; between tenants as `fair`."""
+    """Within a tenant, the earliest deadline that can still be met first; between tenants like `fair`."""
 
     name: Literal["deadline"] = "deadline"
 
@@ -109,19 +109,19 @@ Policy = Annotated[
 
 
 class TargetsConfig(Settings):
-    """99th percentiles to keep by lowering max_step_tokens, prefill_chunk_tokens and max_running; default: none."""
+    """99th percentiles to meet by lowering max_step_tokens, prefill_chunk_tokens and max_running; default: none."""
 
     ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="maximum seconds to the first token")
     itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="maximum ms between two tokens of a request")
 
     def __bool__(self) -> bool:
-        """Whether there is a target."""
+        """Whether any target is set."""
         return self.ttft_p99_s is not None or self.itl_p99_ms is not None
 
 
 Preset = Literal["latency", "throughput", "mixed", "batch"]
-# The values of each preset for settings that a config leaves out; the other settings have their defaults. The values
-# were measured on two CPU cores: docs/results/planning.md.
+# The values that each preset sets for settings that a config omits; other settings have their defaults. The values were
+# measured on two CPU cores, see docs/results/planning.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "latency": {"max_running": 16, "max_waiting": 32, "max_step_tokens": 128, "prefill_chunk_tokens": 64},
     "throughput": {"max_running": 64, "max_waiting": 224},
@@ -134,7 +134,7 @@ class SchedulerConfig(Settings):
     """Limits of a step and of the queue, and the order of requests."""
 
     preset: Preset = Field("mixed", description="set of default values for the limits below")
-    strategy: Strategy = Field(ContinuousConfig(), description="time at which waiting requests may join")
+    strategy: Strategy = Field(ContinuousConfig(), description="rule for when waiting requests may join the batch")
     policy: Policy = Field(
         FcfsConfig(),
         description="order of waiting requests; with priority, ten seconds of waiting outweigh one priority class",
@@ -149,7 +149,7 @@ class SchedulerConfig(Settings):
 
     @property
     def max_requests(self) -> int:
-        """The most running and waiting requests on one replica, without background requests that yield.
+        """The maximum number of running and waiting requests on one replica, except background requests that yield.
 
         Ray Serve's own limits are derived from this number.
         """
@@ -163,7 +163,7 @@ class SchedulerConfig(Settings):
         return f"{self.preset}-{self.strategy.name}-{self.policy.name}-{digest}"
 
     def changed(self, changes: Mapping[str, Any]) -> SchedulerConfig:
-        """Return a copy with these changes. Explicit settings stay; values from a preset follow a changed preset.
+        """Return a copy with these changes. Explicit settings are kept; values from the preset change with the preset.
 
         Raises pydantic's ValidationError.
         """
@@ -185,6 +185,6 @@ class SchedulerConfig(Settings):
             by_preset = "" if "max_running" in given else f", which preset {config.preset} sets"
             raise ValueError(
                 f"max_step_tokens={config.max_step_tokens} is below max_running={config.max_running}{by_preset}: "
-                f"every running request needs one token a step; raise max_step_tokens or lower max_running"
+                f"every running request needs one token per step; raise max_step_tokens or lower max_running"
             )
         return config

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield every setting below a branch of the tree with its dotted path; `[]` marks a list of branches.
 
-    A choice of branches is a setting, and the parameters of all its kinds are settings below it. An optional branch is
-    a setting, as are the settings in it.
+    A choice between kinds of branches is itself a setting, and the parameters of all kinds are settings below it. An
+    optional branch is a setting, in addition to the settings in it.
     """
     for name, field in branch.model_fields.items():
         inner = branches_of(field)

@@ -1,4 +1,4 @@
-"""A bounded store of loaded LoRA adapters, in which tenants take turns to load. No torch here."""
+"""A bounded store of loaded LoRA adapters, in which tenants take turns to load adapters. Does not use torch."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterStats(NamedTuple):
-    """The loaded adapters of a store, and the number of loads since the store was created."""
+    """The adapters that a store has loaded, and the number of loads so far."""
 
     loaded: tuple[str, ...] = ()  # digests of the loaded adapters
     num_loads: int = 0
     max_loaded: int = 0
     names: tuple[str, ...] = ()  # names of the loaded adapters
-    waiting_names: tuple[str, ...] = ()  # names of the adapters that requests wait for
+    waiting_names: tuple[str, ...] = ()  # names of the adapters that requests are waiting for
 
 
 class HeldAdapter:
-    """A loaded adapter that one request uses. The store does not unload the adapter before `release`."""
+    """A loaded adapter in use by one request. It stays loaded until `release`."""
 
     def __init__(self, weights: object, release: Callable[[], None]) -> None:
         self.weights = weights  # the object that the model runner returned
         self._release = release
 
     def release(self) -> None:
-        """Release the adapter when the request has ended. Call this method once."""
+        """Release the adapter. Call this method exactly once, when the request has ended."""
         self._release()
 
 
 class AdapterStore:
-    """Loads adapters when requests need them, one at a time, in a dedicated thread. Any thread may call.
+    """Loads adapters when requests need them, one after another, in a dedicated thread. Any thread may call.
 
-    Tenants take turns to load, however many adapters one tenant requests. To make room, the store unloads the least
-    recently used adapter of the tenant with the most adapters. An adapter counts for the tenant that used it last.
+    Tenants take turns, even if one tenant requests many adapters. To make room, the store unloads the least recently
+    used adapter of the tenant with the most adapters. An adapter belongs to the tenant that used it last.
     """
 
     def __init__(
@@ -54,9 +54,8 @@ class AdapterStore:
         unload: Callable[[object], None],
         max_loaded: int,
     ) -> None:
-        """load: reads an adapter, then calls its second argument to make room, and only then allocates memory.
-
-        `load` may take seconds and raises UnsupportedAdapter. unload: receives the object that `load` returned.
+        """load: reads an adapter, then calls its second argument to make room, and only then allocates memory. It may
+        take seconds, and may raise UnsupportedAdapter. unload: receives the object that `load` returned.
         """
         self._load, self._unload = load, unload
         self._max_loaded = max_loaded
@@ -66,27 +65,27 @@ class AdapterStore:
         self._num_loads = 0
         self._is_closed = False
         self._lock = threading.Lock()  # guards the fields
-        # One adapter at a time, because each load may need the room that another load makes.
+        # A single worker, because concurrent loads could take the room that was made for another load.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
     def hold(self, adapter: Adapter, *, tenant: str = "") -> HeldAdapter:
         """Return an adapter for one request. Blocks until the adapter is loaded.
 
         Raises:
-            Overloaded: other requests use the maximum number of adapters.
-            UnsupportedAdapter: the adapter cannot be read, or its files do not have the digest of the request.
+            Overloaded: other requests are using the maximum number of adapters.
+            UnsupportedAdapter: the adapter cannot be read, or its files do not match the request's digest.
         """
         return self.hold_async(adapter, tenant=tenant).result()
 
     def hold_async(self, adapter: Adapter, *, tenant: str = "") -> Future[HeldAdapter]:
-        """Return a future with the result or the error of `hold`. The future of a loaded adapter is already done.
+        """Return a future for the result or error of `hold`. If the adapter is already loaded, the future is done.
 
-        The future can be cancelled until the tenant's turn comes. Raises EngineStopped after `close`.
+        The future can be cancelled until it is the tenant's turn. Raises EngineStopped after `close`.
         """
         held: Future[HeldAdapter] = Future()
         with self._lock:
             if self._is_closed:
-                raise EngineStopped("the engine loads no more adapters, as it has stopped")
+                raise EngineStopped("the engine has stopped and loads no more adapters")
             loaded = self._take(adapter.digest, tenant) if adapter.digest in self._loaded else None
             if loaded is None:
                 self._waiting.push(tenant, _Waiting(adapter, tenant, held))
@@ -96,7 +95,7 @@ class AdapterStore:
         return held
 
     def close(self) -> None:
-        """Stop loading. Requests that wait for an adapter end with EngineStopped. Safe to call twice."""
+        """Stop loading. Requests that are waiting for an adapter end with EngineStopped. Safe to call twice."""
         with self._lock:
             self._is_closed = True
             self._loader.shutdown(wait=False, cancel_futures=True)
@@ -105,7 +104,7 @@ class AdapterStore:
             waiting.held.set_exception(EngineStopped("the engine stopped before this adapter was loaded"))
 
     def _load_next(self) -> None:
-        """Load the adapter of the next waiting request, if there is one. Called once for each request that waits."""
+        """Load the next waiting request's adapter, if any request is still waiting. Called once per waiting request."""
         with self._lock:
             first = self._next()
             self._reading = None if first is None else first.adapter
@@ -127,20 +126,18 @@ class AdapterStore:
             self._loaded[adapter.digest] = _Loaded(adapter.name, weights)
             served = [(each, self._take(adapter.digest, each.tenant)) for each in (first, *self._others_for(first))]
         for each, held in served:
-            each.held.set_result(held)  # outside the lock: a callback may release the adapter at once
+            each.held.set_result(held)  # not under the lock, because a callback may release the adapter immediately
 
     def _loaded_for(self, first: _Waiting) -> object:
         adapter, began_at = first.adapter, time.monotonic()
         with self._lock:
-            self._eviction_candidate(
-                first.tenant
-            )  # raises Overloaded before a file is read if no adapter can make room
+            self._eviction_candidate(first.tenant)  # raises Overloaded if there is no room, before any file is read
         weights = self._load(adapter, lambda: self._make_room(first.tenant))
         logger.info("adapter %s (%s) loaded in %.2f s", adapter.name, adapter.digest, time.monotonic() - began_at)
         return weights
 
     def _next(self) -> _Waiting | None:
-        """Take the next waiting request that is not cancelled. Its future can no longer be cancelled."""
+        """Take the next waiting request that was not cancelled. Its future can no longer be cancelled afterwards."""
         while (taken := self._waiting.take()) is not None:
             tenant, waiting = taken
             self._waiting.end(tenant)
@@ -149,7 +146,7 @@ class AdapterStore:
         return None
 
     def _others_for(self, first: _Waiting) -> list[_Waiting]:
-        """Take all other requests that wait for this adapter. Their futures can no longer be cancelled."""
+        """Take all other requests that are waiting for this adapter. Their futures can no longer be cancelled."""
         digest = first.adapter.digest
         found = [each for line in self._waiting.lines.values() for each in line if each.adapter.digest == digest]
         for each in found:
@@ -157,13 +154,13 @@ class AdapterStore:
         return [each for each in found if each.held.set_running_or_notify_cancel()]
 
     def unload(self, digest: str) -> None:
-        """Unload an adapter if no request uses it. An adapter in use stays until another adapter needs its room."""
+        """Unload an adapter unless a request is using it. In that case, it stays until its room is needed."""
         with self._lock:
             if digest in self._loaded and not self._loaded[digest].num_users:
                 self._forget(digest)
 
     def unload_unused(self) -> None:
-        """Unload every adapter that no request uses."""
+        """Unload every adapter that no request is using."""
         with self._lock:
             for digest in [digest for digest, each in self._loaded.items() if not each.num_users]:
                 self._forget(digest)
@@ -192,18 +189,21 @@ class AdapterStore:
         with self._lock:
             digest = self._eviction_candidate(tenant)
             if digest is not None:
-                logger.info("adapter %s (%s) unloaded for another", self._loaded[digest].name, digest)
+                logger.info("adapter %s (%s) unloaded to make room", self._loaded[digest].name, digest)
                 self._forget(digest)
 
     def _eviction_candidate(self, tenant: str) -> str | None:
-        """Return the adapter to unload for one of this tenant, or None while there is room. Raises Overloaded."""
+        """Return the adapter to unload for a new one of this tenant, or None if there is room.
+
+        Raises Overloaded if all loaded adapters are in use.
+        """
         if len(self._loaded) < self._max_loaded:
             return None
         num_loaded = Counter([tenant, *(each.tenant for each in self._loaded.values())])
         unused = [digest for digest, each in self._loaded.items() if not each.num_users]
         if not unused:
             raise Overloaded(
-                f"{self._max_loaded} adapters are in use, and no more are loaded at once "
+                f"{self._max_loaded} adapters are in use, the maximum on this replica "
                 f"(engine.model.max_loaded_adapters); try again shortly"
             )
         return max(unused, key=lambda digest: num_loaded[self._loaded[digest].tenant])  # tie: least recently used

@@ -1,7 +1,7 @@
-"""The thread that steps an engine, and one async stream for each request.
+"""Runs an engine in a thread, with an async stream for each request.
 
-Callers use asyncio; the engine runs in one thread. Neither side polls the other: callers pass commands through a
-condition variable, and the thread passes all deltas of a step to a receiver in one call.
+Callers use asyncio, and the engine runs in its own thread. Neither polls the other: callers pass commands through a
+condition variable, and the thread passes all of a step's deltas to a receiver in one call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DeltaReceiver(Protocol):
 
 
 def ignored_by(matcher: Matcher | None) -> tuple[str, ...]:
-    """Return the places of the schema keywords that a request's grammar ignores, for the request's first delta."""
+    """Return the locations of the schema keywords that a request's grammar ignores, for the request's first delta."""
     return () if matcher is None else tuple(matcher.ignored_keywords)
 
 
@@ -68,33 +68,33 @@ class AsyncEngine:
         matchers: Matchers | None = None,
         sleeper: SleepController | None = None,
     ) -> None:
-        """Start the engine's thread. Returns when the engine is prepared for its first step, or raises its error.
+        """Start the engine's thread. Blocks until the engine is prepared for its first step, or raises its error.
 
-        The engine refuses a request if `max_requests` others are running or waiting. It also refuses a request that
-        would raise the waiting prompt tokens above `max_waiting_tokens`, unless no other request waits. Background
-        requests that can be preempted do not count; at most one step's worth of them is accepted. Without `matchers`,
-        no request may have a grammar. Without a `sleeper`, the engine never sleeps.
+        A request is rejected if `max_requests` others are running or waiting. It is also rejected if it would raise the
+        number of waiting prompt tokens above `max_waiting_tokens`, unless no other request is waiting. Background
+        requests that can be preempted do not count towards these limits; they are accepted only while a slot is free.
+        Without `matchers`, no request may have a grammar. Without a `sleeper`, the engine never sleeps.
         """
         self._engine = engine
-        self.adapters = engine.adapters  # None if the model runner supports no adapters
+        self.adapters = engine.adapters  # None if the model runner does not support adapters
         self._matchers = matchers
         self._sleeper = sleeper
-        # The limit for running and waiting requests, not counting background requests that can be preempted.
+        # Limit on running and waiting requests, excluding background requests that can be preempted.
         self.max_requests = max_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._num_entering = 0  # submitted requests that the engine's thread has not queued yet; guarded by _wake
         self._num_entering_tokens = 0  # prompt tokens of these requests; guarded by _wake
         self._retry_times = RetryTimes()  # guarded by _wake
-        self._calls: set[Future[None]] = set()  # commands whose callers wait for the result; guarded by _wake
+        self._calls: set[Future[None]] = set()  # commands whose callers are waiting for the result; guarded by _wake
         # By request id. Callers add entries; any thread removes the entry of a request that ends.
         self._receivers: dict[str, _Subscription] = {}
         self._foreground: set[str] = set()  # ids of the foreground requests in `_receivers`
         self._commands: list[Callable[[], None]] = []  # guarded by _wake
         self._is_stopping = False  # guarded by _wake
         self._wake = threading.Condition()
-        self._stats = engine.stats()  # an immutable snapshot; the engine's thread replaces it
+        self._stats = engine.stats()  # an immutable snapshot, replaced by the engine's thread
         self._num_failed_in_a_row = 0
-        self._step_began_at: float | None = None  # the engine's clock at the start of the current step, if any
+        self._step_began_at: float | None = None  # when the current step began, if any, by the engine's clock
         prepared: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(prepared,), name="engine", daemon=True)
         self._thread.start()
@@ -112,7 +112,7 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that were submitted and have neither ended nor been aborted. This number is newer than `stats`."""
+        """Number of submitted requests that have not ended. This number is more recent than `stats`."""
         return len(self._receivers)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
@@ -120,8 +120,8 @@ class AsyncEngine:
 
         Closing the iterator aborts the request and frees its blocks at the next step.
 
-        Raises the errors of `matcher_of`, `adapter_of` and `submit` before the first delta, and later the error that
-        the last delta holds.
+        Raises the errors of `matcher_of`, `adapter_of` and `submit` before the first delta. If the request fails later,
+        raises the error in its last delta.
         """
         stream = _Stream()
         matcher = await self.matcher_of(request)
@@ -137,37 +137,37 @@ class AsyncEngine:
                 yield structs.replace(delta, queued=queued, ignored=ignored)
                 queued, ignored = None, ()
         finally:
-            if not has_ended:  # after the end, another request may already use this id
+            if not has_ended:  # once the request has ended, another request may use its id
                 self.abort(request.request_id)
 
     def prepare_for_grammars(self) -> None:
-        """Start the preparations that the first grammar would otherwise wait for, without blocking."""
+        """Start the preparations that the first grammar would otherwise have to wait for. Does not block."""
         if self._matchers is not None and self.model_info.generates:
             self._matchers.prepare()
 
     async def matcher_of(self, request: Request) -> Matcher | None:
-        """Return the matcher that `submit` needs for a request with a grammar. Making it delays no other request.
+        """Return the matcher that `submit` requires for a request with a grammar. Compiling it delays no other request.
 
         Raises:
             InvalidRequest: the grammar cannot be used.
-            Overloaded: too many grammars wait to be compiled.
+            Overloaded: too many grammars are waiting to be compiled.
         """
         if request.sampling.grammar is None:
             return None
         self._engine.check(request)
         if self._matchers is None:
-            raise InvalidRequest("this engine writes no structured output", param=request.sampling.grammar.param)
+            raise InvalidRequest("this engine does not support structured output", param=request.sampling.grammar.param)
         return await asyncio.wrap_future(self._matchers.matcher_of(request))
 
     async def adapter_of(self, request: Request) -> HeldAdapter | None:
-        """Return the adapter that `submit` needs for a request with one. Loading it does not delay other requests.
+        """Return the adapter that `submit` requires, if the request has one. Loading it does not delay other requests.
 
-        The adapter is held from now on: submit the request without awaiting anything else.
+        The adapter stays loaded until it is released, so submit the request before awaiting anything else.
 
         Raises:
-            InvalidRequest: the engine could never serve the request.
+            InvalidRequest: the engine can never serve the request.
             UnsupportedAdapter: the adapter cannot be loaded.
-            Overloaded: other requests use the maximum number of adapters.
+            Overloaded: other requests are using the maximum number of adapters.
         """
         if request.adapter is None:
             return None
@@ -198,25 +198,25 @@ class AsyncEngine:
         matcher: Matcher | None = None,
         adapter: HeldAdapter | None = None,
     ) -> Queued:
-        """Queue a request. `receiver` gets the deltas in the running event loop until the request ends or is aborted.
+        """Queue a request. Its deltas go to `receiver`, in the running event loop, until it ends or is aborted.
 
-        A request with a grammar needs the result of `matcher_of`. A request with an adapter needs the result of
-        `adapter_of`; the engine releases that adapter when the request has ended or is refused.
+        A request with a grammar requires the result of `matcher_of`. A request with an adapter requires the result of
+        `adapter_of`; the engine releases this adapter when the request ends or is rejected.
 
-        A request that does not end by stop or length ends with an error delta: DeadlineMissed, StepFailed (this request
-        made the model fail), DeviceFault (the device failed on its whole batch), EngineStopped (shut down or dead).
+        A request that fails after it was queued ends with an error in its last delta: DeadlineMissed, StepFailed (this
+        request made the model fail), DeviceFault (the device failed on the whole batch), or EngineStopped.
 
         Raises:
             InvalidRequest: the request can never be served, or its id is in use. Nothing was queued.
-            Overloaded: the queue is full; the error says when to try again. Nothing was queued.
+            Overloaded: the engine is full; the error says when to try again. Nothing was queued.
             EngineStopped: the engine has shut down or died.
         """
         try:
             self.check_health()
             self._engine.check(request)
-            assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
+            assert (matcher is None) == (request.sampling.grammar is None), "a grammar requires a matcher"
             if request.request_id in self._receivers:
-                raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
+                raise InvalidRequest(f"the request id {request.request_id} is in use; send another", param="request_id")
             subscription = _Subscription(asyncio.get_running_loop(), receiver)
             arrived_at = self._engine.now()
             enter = partial(self._enter, request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
@@ -237,7 +237,7 @@ class AsyncEngine:
         return queued
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its blocks at the next step; its receiver gets no more deltas."""
+        """End a request. Its receiver gets no more deltas, and its blocks are freed at the next step."""
         if self._leave(request_id) is None:
             return
         try:
@@ -246,18 +246,18 @@ class AsyncEngine:
             logger.debug("request %s aborted after the engine stopped", request_id)
 
     async def reconfigure(self, config: SchedulerConfig) -> None:
-        """Replace the scheduler settings between two steps. Returns when they are in force. No request is lost.
+        """Replace the scheduler settings between two steps. Returns when they have taken effect. No request is lost.
 
         Raises:
-            InvalidSetup: this engine cannot use the settings without a restart; nothing has changed.
+            InvalidSetup: this engine cannot apply the settings without a restart. The old settings remain in effect.
             EngineStopped: the engine has shut down or died.
         """
         await asyncio.wrap_future(self._call(lambda: self._reconfigure(config)))
         self.max_requests = config.max_requests
-        logger.info("scheduling by %s and %s from now on", config.strategy.name, config.policy.name)
+        logger.info("now scheduling with strategy %s and policy %s", config.strategy.name, config.policy.name)
 
     def stats(self) -> EngineStats:
-        """Return the statistics that the engine's thread published last. Any thread may call."""
+        """Return the statistics last published by the engine's thread. Any thread may call."""
         return self._stats
 
     @property
@@ -267,13 +267,12 @@ class AsyncEngine:
         return 0.0 if began_at is None else self._engine.now() - began_at
 
     def measurements(self) -> EngineMeasurements:
-        """Return all measurements since the engine started."""
         measured = self._engine.measurements()
         return measured if self._sleeper is None else replace(measured, sleep=self._sleeper.stats)
 
     @property
     def sleep(self) -> SleepStats:
-        """Whether the engine sleeps, with statistics of its sleeper. Any thread may read this property."""
+        """The engine's sleep state and statistics. Any thread may read this property."""
         return AWAKE if self._sleeper is None else self._sleeper.stats
 
     @property
@@ -288,7 +287,7 @@ class AsyncEngine:
         return views[0]
 
     def end_snapshots(self) -> None:
-        """Stop recording events for snapshots, from the next step on."""
+        """Stop recording events for snapshots before the next step."""
         with suppress(EngineStopped):
             self._command(self._engine.end_snapshots)
 
@@ -308,7 +307,7 @@ class AsyncEngine:
         try:
             self._engine.check_health()
         except DeviceLost as error:
-            raise EngineStopped(f"the engine can compute nothing more: {error}") from error
+            raise EngineStopped(f"the engine can no longer compute: {error}") from error
 
     def shutdown(self) -> None:
         """Stop after the current step. Every open request fails with EngineStopped. Safe to call twice."""
@@ -322,15 +321,15 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the callers' side
 
     def _leave(self, request_id: str) -> _Subscription | None:
-        """Remove and return a request's subscription, or return None if there is none. Any thread may call."""
-        self._foreground.discard(request_id)  # first, because another request may reuse the id after the next line
+        """Remove a request's subscription and return it, or None if it was already removed. Any thread may call."""
+        self._foreground.discard(request_id)  # must come first: the next line lets another request reuse the id
         return self._receivers.pop(request_id, None)
 
     def _check_room(self, request: Request, now: float) -> None:
         """Raise Overloaded if the engine has no room for a request.
 
-        A background request is accepted only if a slot is free. Background requests cause no refusal of another
-        request, unless they run and cannot be preempted.
+        A background request is accepted only if a slot is free. It never causes the rejection of a foreground request,
+        unless it is running and cannot be preempted.
         """
         stats, num_tokens = self._stats, len(request.prompt_token_ids)
         if request.is_background:
@@ -345,7 +344,7 @@ class AsyncEngine:
         elif self._max_waiting_tokens is not None and 0 < num_waiting_tokens > self._max_waiting_tokens - num_tokens:
             problem = f"prompts of {num_waiting_tokens:,} tokens are waiting"
         elif request.no_queue and not self._can_start(request, num_requests):
-            problem = f"{num_requests:,} requests are before this one, which is not to wait"
+            problem = f"{num_requests:,} requests are ahead of this one, which may not wait"
         else:
             return
         retry_after_s = self._retry_times.next_after(
@@ -354,7 +353,7 @@ class AsyncEngine:
         raise Overloaded(f"the engine is full: {problem}; try again shortly", retry_after_s=retry_after_s)
 
     def _can_start(self, request: Request, num_before: int) -> bool:
-        """Whether a request gets a slot and KV memory at once. A strategy with whole batches needs an idle engine."""
+        """Whether a slot and KV memory are free for a request. Strategies with whole batches require an idle engine."""
         stats = self._stats
         if self.sleep.state is not SleepState.AWAKE or num_before >= (1 if stats.batch_size else stats.max_running):
             return False
@@ -369,7 +368,7 @@ class AsyncEngine:
             self._wake.notify()
 
     def _call(self, action: Callable[[], None]) -> Future[None]:
-        """Queue an action for the engine's thread. The future is done when the action has returned or raised."""
+        """Queue an action for the engine's thread. The future completes when the action has returned or raised."""
         future: Future[None] = Future()
 
         def command() -> None:
@@ -389,22 +388,22 @@ class AsyncEngine:
             if _resolve(prepared, self._engine.prepare):
                 self._serve()
         except Exception as error:
-            logger.error("the engine died: %s", traceback_of(error))
+            logger.error("the engine stopped because of an unexpected error: %s", traceback_of(error))
         finally:
             with self._wake:
                 self._is_stopping = True
                 calls, self._calls = self._calls, set()
             for call in calls:
                 if call.set_running_or_notify_cancel():
-                    call.set_exception(EngineStopped("the engine stopped before it could be changed"))
+                    call.set_exception(EngineStopped("the engine stopped before it could run this command"))
             self._fail(list(self._receivers), EngineStopped("the engine stopped before the request was done"))
             self._close()
 
     def _serve(self) -> None:
-        """Run commands and steps until the engine is told to stop."""
+        """Run commands and steps until the engine must stop."""
         while self._run_commands():
             if self._rest():
-                continue  # falling asleep or waking takes time, in which new commands (aborts) may have arrived
+                continue  # new commands (aborts) may have arrived while the engine fell asleep or woke up
             if self._engine.idle_s == 0.0:
                 self._step_began_at = self._engine.now()
                 self._step()
@@ -412,30 +411,30 @@ class AsyncEngine:
                 self._rest()
 
     def _close(self) -> None:
-        """Close the engine and its sleeper, each even if closing the other raises."""
+        """Close the engine and its sleeper, even if closing one of them raises."""
         for part in (self._engine, self._sleeper):
             try:
                 if part is not None:
                     part.close()
             except Exception as error:
-                logger.error("a part of the engine could not be closed: %s", traceback_of(error))
+                logger.error("the engine or its sleeper could not be closed: %s", traceback_of(error))
 
     def _rest(self) -> bool:
-        """Let the engine sleep or wake if it is time. Returns whether it did. `step_age_s` does not count this time."""
+        """Put the engine to sleep or wake it if due. Returns whether it did. `step_age_s` excludes this time."""
         if self._sleeper is None or not self._sleeper.advance():
             return False
         self._stats = self._engine.stats()
         return True
 
     def _turns_changed(self) -> None:
-        """Wake the engine's thread. Called by the thread that listens to the other engines of the device."""
+        """Wake the engine's thread. Called by the thread that listens to the other engines on the device."""
         assert self._sleeper is not None, "only a sleeper listens to other engines"
         with self._wake:
             self._sleeper.note_change()
             self._wake.notify()
 
     def _due_in_s(self) -> float | None:
-        """Return the seconds until the engine's thread has work if no command arrives. 0: now. None: never."""
+        """Return the seconds until the engine's thread has work if no command arrives, or None for never."""
         idle_s = self._engine.idle_s
         if self._sleeper is None or idle_s == 0.0:
             return idle_s
@@ -461,30 +460,30 @@ class AsyncEngine:
         return True
 
     def _run_command(self, command: Callable[[], None]) -> None:
-        """Run a command. Logs an error of the command, so that no other request ends because of it."""
+        """Run a command. An error is only logged, because it must not end the other requests."""
         try:
             command()
         except Exception as error:
-            logger.error("a command of the engine failed: %s", traceback_of(error))
+            logger.error("a command for the engine failed: %s", traceback_of(error))
 
     def _enter(
         self, request: Request, *, arrived_at: float, matcher: Matcher | None, adapter: HeldAdapter | None
     ) -> None:
-        """Queue a request that was checked. An error ends only this request."""
+        """Pass a checked request to the engine. If the engine raises, only this request ends."""
         try:
             self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
         except Exception as error:
-            failure = error if isinstance(error, CarouselError) else Failure("the engine could not take this request")
-            # The scheduler holds nothing of a request that the engine refused, and another request may have its id.
+            failure = error if isinstance(error, CarouselError) else Failure("the engine could not accept this request")
+            # If the engine rejected the request, it was not queued, and the id may belong to another request.
             was_queued = failure is not error and self._engine.abort(request.request_id) is not None
             if adapter is not None and not was_queued:
                 adapter.release()
-            self._fail([request.request_id], failure)  # last: its caller may want the place of the adapter again
+            self._fail([request.request_id], failure)  # last, because the caller may then need the adapter's slot
             raise
 
     def _reconfigure(self, config: SchedulerConfig) -> None:
         self._engine.reconfigure(config)
-        self._stats = self._engine.stats()  # before `reconfigure` returns to its caller
+        self._stats = self._engine.stats()  # publish before `reconfigure` returns to its caller
 
     def _step(self) -> None:
         num_steps = self._stats.total_steps
@@ -492,13 +491,13 @@ class AsyncEngine:
         try:
             deltas = self._compute()
         except StepError as error:
-            logger.error("a step failed; its requests: %s; %s", ", ".join(error.request_ids), traceback_of(error))
+            logger.error("a step with the requests %s failed: %s", ", ".join(error.request_ids), traceback_of(error))
             self._fail(error.request_ids, DeviceFault("the model step that computed this request failed"))
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= max_failed_in_a_row:
-                raise  # such a device does not recover, so the engine stops and the replica is replaced
+                raise  # the device will not recover, so stop the engine to have the replica replaced
             return
-        if self._stats.total_steps > num_steps:  # the call computed a step and did not only end overdue requests
+        if self._stats.total_steps > num_steps:  # a step was computed; the call did not only end overdue requests
             self._num_failed_in_a_row = 0
         self._deliver(deltas)
 
@@ -506,14 +505,14 @@ class AsyncEngine:
         try:
             return self._engine.step()
         finally:
-            self._stats = self._engine.stats()  # before a receiver gets a delta of this step
+            self._stats = self._engine.stats()  # publish before a receiver gets a delta of this step
 
     def _abort(self, request_id: str) -> None:
         if self._engine.abort(request_id) is not None:
             logger.info("request %s aborted", request_id)
 
     def _deliver(self, deltas: Iterable[TokenDelta]) -> None:
-        """Pass the deltas of a step to their receivers, with one call for each receiver."""
+        """Pass a step's deltas to their receivers, with one call per receiver."""
         batches: dict[DeltaReceiver, tuple[asyncio.AbstractEventLoop, list[TokenDelta]]] = {}
         for delta in deltas:
             ended = delta.finish_reason is not None
@@ -527,15 +526,15 @@ class AsyncEngine:
         for receiver, (loop, batch_of_receiver) in batches.items():
             try:
                 loop.call_soon_threadsafe(receiver.put_all, batch_of_receiver)
-            except RuntimeError:  # the event loop has closed, so the receiver needs no delta
-                logger.debug("%d deltas belong to a closed event loop", len(batch_of_receiver))
+            except RuntimeError:  # the event loop has closed, so no one is waiting for the deltas
+                logger.debug("%d deltas were for a closed event loop", len(batch_of_receiver))
 
     def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
         self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
 
 
 def _release_loaded(loading: Future[HeldAdapter]) -> None:
-    """Release an adapter whose request was cancelled while the adapter was loaded."""
+    """Release an adapter whose request was cancelled while the adapter was being loaded."""
     if not loading.cancelled() and loading.exception() is None:
         loading.result().release()
 
@@ -560,7 +559,7 @@ class _Subscription:
 
 
 class _Stream:
-    """The unread deltas of one request. Used only in the event loop of the request."""
+    """The unread deltas of one request. Used only in the request's event loop."""
 
     def __init__(self) -> None:
         self.deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()

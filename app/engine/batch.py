@@ -1,6 +1,6 @@
-"""The batch of one step, the builder that fills a batch up to its token budget, and the result of a step.
+"""The batch of one step, the builder that fills it up to its token budget, and the result of the step.
 
-A model runner reads a batch and does not change it.
+Model runners must not change a batch.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from app.engine.state_pool import StatePath
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The part of one sequence that a step computes: `token_ids` at positions `start`, `start + 1`, …
+    """The part of a sequence that a step computes: `token_ids` at positions `start`, `start + 1`, …
 
     If `samples` is true, the tokens reach the end of the sequence and the step draws the next token. A negative token
-    id -1 - n is the token that the previous step draws for `sampled[n]`; only runners that launch steps get such ids.
-    A step makes a thousand of these objects: creating a struct takes a third of the time of a dataclass, and the
-    garbage collector does not track it.
+    id -1 - n stands for the token that the previous step draws for its `sampled[n]`. Only runners that launch steps get
+    negative ids. A step may create a thousand of these objects. A struct takes a third of the time of a dataclass to
+    create, and the garbage collector does not track it.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
-    block_ids: list[int]  # in token order; the blocks cover at least start + len(token_ids) tokens
+    block_ids: list[int]  # in token order, for at least start + len(token_ids) tokens
     samples: bool
     sampling: SamplingParams
-    banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
+    banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before `min_tokens`, last tokens of bad words
     adjustments: LogitAdjustments | None = None  # penalties and biases at this step; None if the request has none
     matcher: Matcher | None = None  # decides which tokens may be drawn; None allows all tokens
-    # The draw depends on the previous token, which is still being drawn (`SamplingParams.needs_output_history`).
-    # `Scheduler.with_history` updates penalties, bans and matcher when that token is known.
+    # Whether the draw depends on a token that is still being drawn (`SamplingParams.needs_output_history`). Once this
+    # token is known, `Scheduler.with_history` sets the penalties, bans and matcher.
     lacks_history: bool = False
-    # Consecutive prompt tokens whose log-probabilities are wanted, and the position of the first. This step computes
-    # the token before each target, because that token predicts the target.
+    # Consecutive prompt tokens whose log-probabilities are requested, and the position of the first one. This step
+    # computes the token before each target, because it predicts the target.
     targets: tuple[int, ...] = ()
     first_target: int = 0
-    # The wanted hidden states: the last token's, or the sum over all tokens.
+    # The requested hidden states: the last token's, or the sum over all tokens.
     pooling: Pooling | None = None
     adapter: object = None  # the object that the model runner's `load_adapter` returned
-    window_ids: tuple[list[int], ...] = ()  # `block_ids` of each window group; blocks before the window may be reused
-    states: StatePath | None = None  # for a model with recurrent layers
+    window_ids: tuple[list[int], ...] = ()  # `block_ids` of each window group; those before the window may be reused
+    states: StatePath | None = None  # set for a model with recurrent layers
     second_text_at: int = 0  # see `Request.second_text_at`
-    # With drafts, and if a draw depends on the tokens before it: copies of this item that end at each of its tokens.
+    # Copies of this item that end at each of its tokens. Set if it has drafts and its draws depend on earlier tokens.
     draws: tuple[ScheduledSequence, ...] = ()
 
     def ids_of(self, group: int) -> list[int]:
-        """Return the block ids of a group. Group 0 looks back to the start, the other groups to a window."""
+        """Return the block ids of a group. Group 0 has full attention, and the other groups a sliding window."""
         return self.window_ids[group - 1] if group else self.block_ids
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of the drawn token or of prompt tokens are wanted."""
+        """Whether log-probabilities of the drawn token or of prompt tokens are requested."""
         return bool(self.targets) or (self.samples and self.sampling.logprobs is not None)
 
     @property
     def end(self) -> int:
-        """Tokens in the KV cache after this step, which is also the position of the drawn token."""
+        """Number of tokens in the KV cache after this step, which is also the drawn token's position."""
         return self.start + len(self.token_ids)
 
     @property
@@ -77,8 +77,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.adjustments is None and self.matcher is None and not self.banned_token_ids
 
     def allowed(self) -> bytes:
-        """Return the tokens that the matcher allows, without banned tokens, as bits (see `Matcher.allowed`)."""
-        assert self.matcher is not None, "without a matcher all tokens may be drawn"
+        """Return the tokens that the matcher allows, except banned tokens, as bits (see `Matcher.allowed`)."""
+        assert self.matcher is not None, "without a matcher, all tokens may be drawn"
         if not self.banned_token_ids:
             return self.matcher.allowed()
         return allowed_after_bans(self.matcher, self.banned_token_ids)
@@ -87,23 +87,23 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
 class WaitReason(StrEnum):
     """Why the first waiting sequence did not join a step."""
 
-    SLOTS = "slots"  # `max_running` sequences run
-    BLOCKS = "blocks"  # KV memory has too few free blocks, or the model too few free state slots
+    SLOTS = "slots"  # `max_running` sequences are running
+    BLOCKS = "blocks"  # too few blocks of KV memory or too few state slots are free
     BUDGET = "budget"  # the step has no budget left for prefill or for prompt log-probabilities
-    STRATEGY = "strategy"  # the strategy waits for a timer, for the running batch, or for prompts of similar length
+    STRATEGY = "strategy"  # the strategy is waiting for a timer, the running batch, or prompts of similar length
     RESULT = "result"  # the sequence was preempted, and its last token is still being drawn
 
 
 class SchedulingDecision(NamedTuple):
     """The scheduler's decisions about a step, for the trace."""
 
-    joined: Sequence[EngineSequence] = ()  # sequences that started to run with this step
+    joined: Sequence[EngineSequence] = ()  # sequences that start running with this step
     preempted: Sequence[EngineSequence] = ()  # sequences that were preempted since the previous step was scheduled
-    wait_reason: WaitReason | None = None  # why the first waiting sequence waits; None if no sequence waits
+    wait_reason: WaitReason | None = None  # why the first waiting sequence did not join; None if no sequence waits
     num_waiting: int = 0  # waiting sequences after this step was scheduled
     num_free_blocks: int = 0  # free blocks after this step was scheduled
-    # The fetches from a store that began with this step, and those that ended since the previous step. Each pair is
-    # the arrival number of the sequence and a number of blocks: requested blocks, and usable blocks.
+    # The fetches from a store that began with this step, as pairs of a sequence's arrival number and the number of
+    # requested blocks, and those that finished since the previous step, with the number of usable blocks.
     fetching: Sequence[tuple[int, int]] = ()
     fetched: Sequence[tuple[int, int]] = ()
 
@@ -118,13 +118,13 @@ class StepBatch:
     epoch: int = 0  # `RunningSequences.epoch` when the step was scheduled
     decision: SchedulingDecision = field(default_factory=SchedulingDecision)
     num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder because summing over a thousand items is slow
-    has_logprobs: bool = False  # any sequence wants log-probabilities of drawn tokens or of its prompt
-    has_pooling: bool = False  # any sequence wants hidden states
-    has_preempted: bool = False  # other sequences were preempted to free blocks for this batch
-    # Every sequence decodes, and the tokens after its first are unverified drafts. The step draws a token after each
-    # draft; see `kept_tokens`.
+    has_logprobs: bool = False  # whether any log-probabilities are requested
+    has_pooling: bool = False  # whether any hidden states are requested
+    has_preempted: bool = False  # whether sequences were preempted to free blocks for this batch
+    # Whether the batch contains drafts. Every sequence is then decoding, its tokens after the first are drafts, and the
+    # step also draws a token after each draft (see `kept_tokens`).
     has_drafts: bool = False
-    # In an engine that launches ahead: no other step was in flight when this step was scheduled.
+    # Whether no other step was in flight when this step was scheduled, in an engine that launches ahead.
     launched_alone: bool = False
 
     @cached_property
@@ -133,14 +133,14 @@ class StepBatch:
 
     @cached_property
     def has_targets(self) -> bool:
-        """Whether any sequence wants log-probabilities of prompt tokens."""
+        """Whether log-probabilities of prompt tokens are requested for any sequence."""
         return self.has_logprobs and any(item.targets for item in self.scheduled)
 
     @cached_property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """The items for which the step draws a token. The step's result has one token id for each, in this order.
+        """The items for which the step draws a token, in the order of `StepResult.token_ids`.
 
-        With drafts, a sequence has one item for each of its tokens, and each item ends with that token.
+        In a batch with drafts, a sequence has one item for each of its tokens, which ends with this token.
         """
         if self.has_drafts:
             return tuple([each for item in self.scheduled for each in _items_by_draw(item)])
@@ -148,7 +148,6 @@ class StepBatch:
 
     @cached_property
     def has_adapters(self) -> bool:
-        """Whether any sequence uses an adapter."""
         return any(item.adapter is not None for item in self.scheduled)
 
     @cached_property
@@ -159,11 +158,11 @@ class StepBatch:
 
     @cached_property
     def lacks_history(self) -> bool:
-        """Whether any draw depends on a token that is not known yet."""
+        """Whether any draw depends on a token that is still being drawn."""
         return any(item.lacks_history for item in self.scheduled)
 
     def part(self, which: slice) -> StepBatch:
-        """Return a batch of some of the sequences."""
+        """Return a batch that contains only some of the sequences."""
         scheduled = self.scheduled[which]
         return replace(
             self,
@@ -193,17 +192,17 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """The result of a step. The mappings, by request id, have only requests for log-probabilities or embeddings."""
+    """The result of a step. Mappings are by request id, and only contain requests that asked for their values."""
 
-    token_ids: list[int]  # one for each item of the batch's `sampled`, in that order
-    logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # of the drawn tokens
+    token_ids: list[int]  # one for each item in `StepBatch.sampled`, in the same order
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # for the drawn tokens
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # one for each of a sequence's `targets`
     pooled: Mapping[str, list[float]] = _EMPTY  # hidden states after the final norm: the last token's, or a sum
-    num_kept: Sequence[int] = ()  # set by `kept_tokens`: the number of each sequence's draws that `token_ids` still has
+    num_kept: Sequence[int] = ()  # set by `kept_tokens`: how many of each sequence's draws remain in `token_ids`
 
 
 def by_request(logprobs: Iterable[tuple[str, TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:
-    """Group the log-probabilities of drawn tokens by request id, as `StepResult.logprobs` needs them."""
+    """Group the log-probabilities of drawn tokens by request id, for `StepResult.logprobs`."""
     found: dict[str, tuple[TokenLogprobs, ...]] = {}
     for request_id, each in logprobs:
         found[request_id] = (*found[request_id], each) if request_id in found else (each,)
@@ -211,14 +210,14 @@ def by_request(logprobs: Iterable[tuple[str, TokenLogprobs]]) -> dict[str, tuple
 
 
 class DeviceLost(Exception):
-    """The device is unusable for the rest of this process. No request is at fault, and no other step is tried."""
+    """The device is unusable for the rest of this process. No request is at fault, and no further step is run."""
 
 
 # ---------------------------------------------------------------------- building
 
 
 class StepLimits(NamedTuple):
-    """The limits of a step, which the tuner adjusts. `max_running` is at most `max_step_tokens`."""
+    """The limits of a step, which the tuner adjusts. `max_running` never exceeds `max_step_tokens`."""
 
     max_step_tokens: int
     prefill_chunk_tokens: int
@@ -226,20 +225,20 @@ class StepLimits(NamedTuple):
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> StepLimits:
-        """Return the configured limits. They are the upper bounds by which memory, graphs and workspaces are sized."""
+        """Return the configured limits. Memory, graphs and workspaces are sized for these upper bounds."""
         return cls(config.max_step_tokens, config.prefill_chunk_tokens, config.max_running)
 
 
-# The maximum number of prompt tokens that get log-probabilities in one step. Each needs a row of logits: 300 MB
-# together with a vocabulary of 150,000 tokens. A longer prompt takes more steps.
+# Maximum number of prompt tokens that get log-probabilities in one step. Each needs a row of logits, which is 300 MB
+# in total for a vocabulary of 150,000 tokens. A longer prompt takes more steps.
 MAX_SCORED_TOKENS = 512
-# The maximum number of sequences with more than one token (prompts or drafts) in a step that a GPU replays from a
-# graph. Each may need an extra kernel program in every replay.
+# Maximum number of sequences with more than one token (prompts or drafts) in a step that a GPU replays from a graph.
+# Each may need an extra kernel program in every replay.
 MAX_MULTI_TOKEN_SEQUENCES = 64
 
 
 class BatchBuilder:
-    """Builds a batch: adds sequences in order of precedence and charges their tokens to the budget."""
+    """Builds a batch from sequences, which are added in order of precedence and charged to the token budget."""
 
     def __init__(
         self,
@@ -251,9 +250,9 @@ class BatchBuilder:
         eos_token_ids: frozenset[int],
         takes_whole_prompts: bool = False,
     ) -> None:
-        """max_prefill_tokens, chunk_tokens, max_background_tokens: the tokens of the budget that all prompts, one
-        prompt, and all prompts of background requests may use. takes_whole_prompts: do not divide prompts; a prompt
-        above a limit gets a step of its own.
+        """Of the budget, all prompts may use `max_prefill_tokens`, and each prompt `chunk_tokens`. All prompts of
+        background requests may use `max_background_tokens`. If `takes_whole_prompts`, prompts are not divided, and a
+        prompt above a limit gets a step of its own.
         """
         self._budget = budget
         self.num_tokens_left = budget
@@ -271,14 +270,14 @@ class BatchBuilder:
         self.sequences: list[EngineSequence] = []  # one for each of `scheduled`
 
     def has_room_for_prefill(self, sequence: EngineSequence) -> bool:
-        """Whether the step has room for a token of a prompt, or for all tokens if prompts are not divided."""
+        """Whether the step has room for a token of the sequence's prompt, or for all if prompts are not divided."""
         if self._takes_whole_prompts:
             return self._has_room_for_all(sequence)
         return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
 
     @property
     def has_single_tokens(self) -> bool:
-        """Whether the batch is not empty, each sequence has one token, and the budget has tokens left."""
+        """Whether the batch is not empty, each sequence has exactly one token, and the budget is not used up."""
         return 0 < len(self.sequences) == self._budget - self.num_tokens_left < self._budget
 
     @property
@@ -286,7 +285,7 @@ class BatchBuilder:
         return self._num_scored_tokens_left > 0
 
     def chunk(self, sequence: EngineSequence, *, num_reserved: int = 0) -> int:
-        """Return the number of prompt tokens that the step takes, leaving `num_reserved` of the budget unused."""
+        """Return how many tokens of a prompt fit into the step, leaving `num_reserved` tokens of the budget unused."""
         if self._takes_whole_prompts:
             return sequence.num_uncomputed_tokens if self._has_room_for_all(sequence) else 0
         num_tokens = min(
@@ -302,7 +301,7 @@ class BatchBuilder:
         return sequence.num_uncomputed_tokens <= num_left or not self.scheduled
 
     def _num_scorable(self, sequence: EngineSequence) -> int:
-        """Return the number of tokens that the step may compute before it reaches `MAX_SCORED_TOKENS`."""
+        """Return how many tokens the step may compute without exceeding `MAX_SCORED_TOKENS`."""
         start = sequence.num_computed_tokens
         end = max(start, sequence.num_scored_tokens) + self._num_scored_tokens_left
         return sequence.num_uncomputed_tokens if end >= sequence.num_prompt_tokens - 1 else end - start
@@ -313,15 +312,15 @@ class BatchBuilder:
         return self._num_prefill_tokens_left
 
     def give_states(self, path_of: Callable[[EngineSequence, int], StatePath]) -> None:
-        """Set the slots for the states of every sequence. Called for a model with recurrent layers."""
+        """Set every sequence's state slots. Called only for a model with recurrent layers."""
         self.scheduled = [
             structs.replace(item, states=path_of(sequence, len(item.token_ids)))
             for item, sequence in zip(self.scheduled, self.sequences, strict=True)
         ]
 
     def add_decoding(self, sequence: EngineSequence) -> None:
-        """Add the last token of a sequence. The token's block must be allocated."""
-        if sequence.has_plain_sampling:  # the common case: the same result as `_scheduled_sequence`, but faster
+        """Add a sequence's last token. The token's block must be allocated."""
+        if sequence.has_plain_sampling:  # the common case; equal to `_scheduled_sequence`, but faster
             request = sequence.request
             scheduled = ScheduledSequence(  # positional arguments, because keyword arguments are slower
                 request.request_id,
@@ -349,7 +348,7 @@ class BatchBuilder:
         self.num_tokens_left -= 1
 
     def add_prefill(self, sequence: EngineSequence, num_tokens: int) -> None:
-        """Add the next tokens of a prompt. The tokens' blocks must be allocated."""
+        """Add the next tokens of a prompt. Their blocks must be allocated."""
         self.scheduled.append(self._scheduled_sequence(sequence, num_tokens))
         self.sequences.append(sequence)
         self.num_tokens_left -= num_tokens
@@ -357,7 +356,7 @@ class BatchBuilder:
         self._num_background_tokens_left -= num_tokens if sequence.request.is_background else 0
 
     def add_drafts(self, place: int, drafts: Sequence[int]) -> None:
-        """Add drafts to the item at `place`. Every sequence must decode, and the drafts' blocks must be allocated."""
+        """Add drafts to the item at `place`. All sequences must be decoding, and the drafts' blocks allocated."""
         item, sequence = self.scheduled[place], self.sequences[place]
         is_simple = sequence.has_plain_sampling and item.matcher is None
         draws = () if is_simple else expand_drafts(item, sequence, drafts, self._eos_token_ids)
@@ -366,7 +365,6 @@ class BatchBuilder:
         self._has_drafts = True
 
     def build(self, decision: SchedulingDecision, *, began_at: float, epoch: int, launched_alone: bool) -> StepBatch:
-        """Return the batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
             tuple(self.sequences),
@@ -412,7 +410,7 @@ class BatchBuilder:
         return scheduled
 
     def _targets(self, sequence: EngineSequence, end: int) -> tuple[int, tuple[int, ...]]:
-        """Return the position of the first target and the targets, for a step that computes tokens up to `end`."""
+        """Return the first target's position and all targets, for a step that computes tokens up to `end`."""
         first = max(sequence.num_computed_tokens, sequence.num_scored_tokens) + 1
         targets = sequence.request.prompt_token_ids[first : end + 1]
         self._num_scored_tokens_left -= len(targets)
@@ -422,7 +420,7 @@ class BatchBuilder:
 def with_history(item: ScheduledSequence, sequence: EngineSequence, eos_token_ids: frozenset[int]) -> ScheduledSequence:
     """Complete an item that lacked history, now that the token before its draw is known.
 
-    If the sequence ended with that token, the draw is discarded, so the item needs no bans, adjustments or matcher.
+    If this token ended the sequence, the draw will be discarded and needs no bans, adjustments or matcher.
     """
     if sequence.is_finished:
         return structs.replace(item, lacks_history=False, matcher=None)
@@ -437,7 +435,7 @@ def with_history(item: ScheduledSequence, sequence: EngineSequence, eos_token_id
 def expand_drafts(
     item: ScheduledSequence, sequence: EngineSequence, drafts: Sequence[int], eos_token_ids: frozenset[int]
 ) -> tuple[ScheduledSequence, ...]:
-    """Return an item with one token, and its extension by each draft with the penalties, bans and matcher there."""
+    """Return an item with one token, and a copy that ends at each draft, with the penalties, bans and matcher there."""
     draws, generated = [item], list(sequence.generated_token_ids)
     for draft in drafts:
         generated.append(draft)
@@ -446,7 +444,7 @@ def expand_drafts(
 
 
 def after_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: frozenset[int]) -> ScheduledSequence:
-    """Return an item extended by a draft, which is the last of the `generated` tokens."""
+    """Return a copy of the item that is extended by a draft, the last of the `generated` tokens."""
     draft = generated[-1]
     return structs.replace(
         item,
@@ -458,7 +456,7 @@ def after_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: fr
 
 
 def _banned(sequence: EngineSequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Return the tokens that may not be drawn next for a sequence. All tokens of the sequence must be known."""
+    """Return the tokens that a sequence may not draw next. All of its tokens must be known."""
     return banned_token_ids(sequence.request.sampling, sequence.generated_token_ids, eos_token_ids)
 
 
@@ -467,24 +465,24 @@ def banned_token_ids(sampling: SamplingParams, generated: list[int], eos_token_i
     banned = _ends_of_bad_words(sampling.bad_words, generated) if sampling.bad_words else ()
     if len(generated) < sampling.min_tokens:
         return (*banned, *eos_token_ids, *sampling.stop_token_ids)
-    if sampling.ignore_eos and sampling.grammar is not None:  # does not apply once the grammar allows no other token
+    if sampling.ignore_eos and sampling.grammar is not None:  # has no effect once the grammar allows no other token
         return (*banned, *eos_token_ids)
     return banned
 
 
 def _ends_of_bad_words(bad_words: tuple[tuple[int, ...], ...], generated: list[int]) -> tuple[int, ...]:
-    """Return the tokens that would complete one of the words after the `generated` tokens."""
+    """Return the tokens that would complete a bad word after the `generated` tokens."""
     last = generated[-1] if generated else None
     return tuple([word[-1] for word in bad_words if len(word) == 1 or (word[-2] == last and _ends(generated, word))])
 
 
 def _ends(generated: list[int], word: tuple[int, ...]) -> bool:
-    """Whether the `generated` tokens end with all tokens of the word but the last."""
+    """Whether the `generated` tokens end with all but the last token of the word."""
     return tuple(generated[1 - len(word) :]) == word[:-1]
 
 
 def _pooling(sequence: EngineSequence, end: int) -> Pooling | None:
-    """Return the hidden states that the embedding needs from a step that computes tokens up to `end`."""
+    """Return which hidden states the embedding needs from a step that computes tokens up to `end`."""
     pooling = sequence.request.pooling
     return None if pooling == Pooling.LAST and end < sequence.num_prompt_tokens else pooling
 
@@ -493,11 +491,11 @@ def _pooling(sequence: EngineSequence, end: int) -> Pooling | None:
 
 
 def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
-    """Return the result of a batch with drafts, without the draws after a draft that differs from the drawn token.
+    """Return the result of a batch with drafts, without the draws that follow a wrong draft.
 
-    A draw is a function of the request, the position and the previous tokens. The kept tokens are therefore the tokens
-    that steps without drafts would have drawn, both with greedy decoding and with sampling. (Leviathan et al., 2023,
-    accept by a ratio of probabilities instead, because their draws are random.)
+    A draft is wrong if it differs from the token drawn in its place. A draw only depends on the request, the position
+    and the previous tokens, so the kept tokens are those that steps without drafts would have drawn, both with greedy
+    decoding and with sampling. (Leviathan et al., 2023, accept by a ratio of probabilities: their draws are random.)
     """
     token_ids: list[int] = []
     num_kept: list[int] = []
@@ -515,9 +513,9 @@ def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
 
 
 def _num_kept(draws: Sequence[int], item: ScheduledSequence, end_token_ids: Collection[int]) -> int:
-    """Return the number of kept draws: the first, and each later one if the draft before it was drawn and is no end.
+    """Return how many draws are kept: the first, and later ones as long as the drafts are drawn and are no end tokens.
 
-    A later draw is not kept if its matcher has failed. If it fails again as the first of a step, its request ends.
+    A later draw is not kept if its matcher failed. If it fails again as the first draw of a step, the request ends.
     """
     number = 1
     for drawn, draft in zip(draws, item.token_ids[1:], strict=False):

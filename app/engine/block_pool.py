@@ -1,12 +1,12 @@
-"""The bookkeeping of KV memory: blocks of token slots, the owners of a block, and the prefixes that can be shared.
+"""The bookkeeping for KV memory: blocks of token slots, their owners, and the prefixes that can be shared.
 
-No tensors here. Paging follows PagedAttention (Kwon et al., 2023). Sharing equal prefixes block by block follows
-vLLM's automatic prefix caching, except that a prefix is looked up by its exact tokens, so a hash collision can never
-show one request the KV of another.
+Contains no tensors. Paging follows PagedAttention (Kwon et al., 2023). Sharing equal prefixes block by block follows
+vLLM's automatic prefix caching, except that a prefix is looked up by its exact tokens. A hash collision can therefore
+never expose one request's KV to another.
 
-In a model with sliding-window layers, a block holds the KV of one group of layers. The first group looks back to the
-start. Each other group looks back to the window and gives back the blocks before the window. All groups take blocks
-from one pool, as in vLLM's hybrid KV cache manager.
+In a model with sliding-window layers, each block holds the KV of one group of layers. The first group has full
+attention. The other groups have sliding windows and release the blocks before the window. All groups share one pool, as
+in vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from app.engine.state_pool import StatePool
 
 
 class BlockPool:
-    """Owns all blocks: hands blocks out, takes them back, and finds the blocks that hold a prefix.
+    """Owns all blocks: allocates and frees blocks, and finds the blocks that cache a prefix.
 
-    A block without owners is free. A free block keeps its content until the pool hands it out again. The pool hands out
-    the least recently used block first, so the order of the free blocks is the order of eviction.
+    A block without owners is free. A free block keeps its content until it is allocated again. Blocks without content
+    are allocated first, and then the least recently used blocks, whose content is evicted.
     """
 
     def __init__(
@@ -37,10 +37,9 @@ class BlockPool:
         max_chunk_tokens: int = 0,
         states: StatePool | None = None,
     ) -> None:
-        """window_tokens: the number of a sequence's last tokens that the window groups keep.
+        """window_tokens: how many of a sequence's last tokens the window groups keep.
 
-        max_chunk_tokens: the most tokens that one step adds to a sequence. Ignored without window groups.
-
+        max_chunk_tokens: maximum tokens that a step adds to a sequence. Ignored without window groups.
         states: the state slots of a model with recurrent layers.
         """
         assert num_blocks >= 0, "a pool has blocks or none"
@@ -50,14 +49,14 @@ class BlockPool:
         self.num_groups = 1 + num_window_groups
         self.max_chunk_tokens = max_chunk_tokens if num_window_groups else None
         self._window_tokens = window_tokens
-        # The most blocks of one window group that a sequence has at once. The sequence may get the blocks of two steps
-        # before the first step has ended, and gives back only whole blocks.
+        # Maximum number of blocks that a sequence owns in one window group. It may get the blocks for two steps before
+        # the first of them has finished, and only releases whole blocks.
         self._max_in_window = self.num_blocks_for(window_tokens + 2 * max_chunk_tokens) + 2
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, without content
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, with content; by block id, oldest first
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
         self._in_windows: dict[tuple[Prefix, int], Block] = {}
-        self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix that becomes findable
+        self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix when it is cached
         self._note_held: Callable[[Prefix, bool], None] | None = None
         self.states = states
         if states is not None:
@@ -65,7 +64,7 @@ class BlockPool:
 
     @classmethod
     def of(cls, model_info: ModelInfo, limits: SchedulerConfig, *, num_blocks: int, block_size: int) -> BlockPool:
-        """Return the pool of a model with KV memory."""
+        """Return the pool for a model with KV memory."""
         states = None
         if model_info.num_state_slots:
             states = StatePool(model_info.num_state_slots, interval_tokens=model_info.state_interval_tokens)
@@ -84,13 +83,13 @@ class BlockPool:
 
     @property
     def num_evictable(self) -> int:
-        """Free blocks with content that can still be shared."""
+        """Number of free blocks with content that can still be shared."""
         return len(self._evictable)
 
     def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
-        """Call `note_held` with true for each prefix that is or becomes findable, and with false when it is evicted.
+        """Call `note_held` with True for each prefix, now or when it is cached, and with False when it is evicted.
 
-        More than one prefix may have the same digest.
+        Several prefixes may have the same digest.
         """
         self._note_held = note_held
         if self.states is not None:
@@ -102,26 +101,26 @@ class BlockPool:
             note_held(block.prefix, True)
 
     def _note_resumable(self, prefix: Prefix, is_resumable: bool) -> None:
-        """Report a prefix and its ancestors. A model with recurrent layers can resume a prefix only at a snapshot."""
+        """Report a prefix, which has gained or lost a snapshot at which a sequence can resume, and its ancestors."""
         at: Prefix | str = prefix
         while self._note_held is not None and isinstance(at, Prefix):
             self._note_held(at, is_resumable)
             at = at.parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens in one group without a window."""
+        """Return the number of blocks for `num_tokens` tokens in a group without a window."""
         return -(-num_tokens // self.block_size)
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The most tokens that a sequence can have if it gets all blocks."""
+        """Maximum number of tokens of a sequence that owns all blocks."""
         num_window_groups, num_each = self.num_groups - 1, self.num_blocks // self.num_groups
         if num_window_groups and num_each > self._max_in_window:
             num_each = self.num_blocks - num_window_groups * self._max_in_window
         return num_each * self.block_size
 
     def num_blocks_after(self, cached: Sequence[Block], num_tokens: int) -> int:
-        """Return the most blocks, over all groups, that a sequence of `num_tokens` needs beside its cached blocks."""
+        """Return the maximum number of blocks, over all groups, that `num_tokens` tokens need beyond cached blocks."""
         number = self.num_blocks_for(num_tokens) - len(cached)
         if self.num_groups == 1:
             return number
@@ -132,32 +131,35 @@ class BlockPool:
         return num_blocks <= self.num_free
 
     def allocate(self, num_blocks: int) -> list[Block]:
-        """Hand out blocks without content, and evict cached ones if needed. `can_allocate` must be true."""
-        assert self.can_allocate(num_blocks), f"asked for {num_blocks} blocks, {self.num_free} are free"
+        """Return free blocks, now with one owner each. Evicts cached ones if needed. `can_allocate` must be true."""
+        assert self.can_allocate(num_blocks), f"{num_blocks} blocks requested, but only {self.num_free} are free"
         return [self._take() for _ in range(num_blocks)]
 
     def match(self, token_ids: Sequence[int], *, salt: str, known: Sequence[Block] = ()) -> list[Block]:
-        """Return the cached blocks of the longest prefix of `token_ids` that leaves at least one token out.
+        """Return the blocks of the longest cached prefix of `token_ids` that excludes the last token.
 
-        known: an earlier result for these tokens, if every block in it still has the same prefix.
-        The caller does not own the returned blocks until `share`.
+        known: an earlier result for these tokens, if all of its blocks still cache the same prefixes. The returned
+        blocks have no new owner until `share`.
         """
         parent = (known[-1].prefix if known else None) or salt
-        # One token stays uncomputed: a full prefix hit would leave no logits to sample from.
+        # At least one token must be computed: a full prefix hit would leave no logits to sample from.
         rest = self._cached_prefixes(parent, token_ids, begin=len(known) * self.block_size, end=len(token_ids) - 1)
         return [*known, *(prefix.block for prefix in rest)]
 
     def find(self, token_ids: Sequence[int], salt: str) -> list[Prefix]:
-        """Return the cached prefixes of these tokens, shortest first. Any thread may call; the result may be stale."""
+        """Return the cached prefixes of these tokens, shortest first. Thread-safe, but the result may be outdated."""
         return list(self._cached_prefixes(salt, token_ids, begin=0, end=len(token_ids)))
 
     def _cached_prefixes(
         self, parent: Prefix | str, token_ids: Sequence[int], *, begin: int, end: int
     ) -> Iterator[Prefix]:
-        """Yield the cached prefixes after the parent, which ends at token `begin`, until one is missing or `end`."""
+        """Yield the cached prefixes that follow the parent, up to the first missing one or `end`.
+
+        The parent ends at token `begin`.
+        """
         for start in range(begin, end - self.block_size + 1, self.block_size):
             block = self._cached.get((parent, tuple(token_ids[start : start + self.block_size])))
-            prefix = None if block is None else block.prefix  # None if the engine's thread has just evicted the prefix
+            prefix = None if block is None else block.prefix  # None if the engine's thread has just evicted it
             if prefix is None:
                 return
             yield prefix
@@ -166,11 +168,11 @@ class BlockPool:
     # ------------------------------------------------------------------ windows
 
     def first_in_window(self, num_tokens: int) -> int:
-        """Return the index of the first block that window groups keep once `num_tokens` tokens are computed."""
+        """Return the index of the first block that window groups still need after `num_tokens` computed tokens."""
         return max(0, num_tokens - self._window_tokens + 1) // self.block_size
 
     def with_windows(self, cached: list[Block]) -> list[Block]:
-        """Return the longest prefix of these blocks for which every window group has all blocks of its window."""
+        """Return the longest prefix of these blocks for which every window group has its whole window cached."""
         if self.num_groups == 1:
             return cached
         num_cached = len(cached)
@@ -178,7 +180,7 @@ class BlockPool:
         while missing is not None:
             looked_at = range(self.first_in_window(num_cached * self.block_size), num_cached)
             missing = next((at for at in reversed(looked_at) if None in self._windows_of(cached[at])), None)
-            num_cached = num_cached if missing is None else missing  # the window of a longer prefix has that block
+            num_cached = num_cached if missing is None else missing  # longer prefixes also need the missing block
         return cached[:num_cached]
 
     def found_in_windows(self, cached: Sequence[Block]) -> list[list[Block]]:
@@ -196,7 +198,7 @@ class BlockPool:
         return [self._in_windows.get((block.prefix, group)) for group in range(1, self.num_groups)]
 
     def cache_in_windows(self, blocks: Iterable[Block | None], prefix: Prefix) -> None:
-        """Make full, computed blocks findable, one of each window group, unless other blocks hold the same prefix."""
+        """Cache full, computed blocks, one per window group, unless other blocks already cache the same prefix."""
         for group, block in enumerate(blocks, 1):
             if block is not None and self._in_windows.setdefault((prefix, group), block) is block:
                 block.window_of = prefix, group
@@ -204,8 +206,10 @@ class BlockPool:
     # ------------------------------------------------------------------ states
 
     def with_states(self, cached: list[Block]) -> list[Block]:
-        """Return the longest resumable prefix of these blocks. With recurrent layers, only a prefix with a snapshot is
-        resumable, and the sequence needs free slots."""
+        """Return the longest prefix of these blocks after which a sequence can resume.
+
+        With recurrent layers, the prefix must have a snapshot, and enough state slots must be free.
+        """
         states = self.states
         if states is None:
             return cached
@@ -218,7 +222,7 @@ class BlockPool:
     # ------------------------------------------------------------------ owners
 
     def num_free_among(self, blocks: Iterable[Block]) -> int:
-        """Return how many of these blocks have no owner. Sharing these reduces the number of free blocks."""
+        """Return how many of these blocks have no owner. Sharing these blocks reduces the number of free blocks."""
         return sum(block.num_owners == 0 for block in blocks)
 
     def share(self, blocks: Iterable[Block]) -> None:
@@ -231,11 +235,11 @@ class BlockPool:
     def cache_full_block(
         self, block: Block, token_ids: Sequence[int], *, parent: Prefix | str, tenant: str = ""
     ) -> Prefix:
-        """Make a full, computed block findable. Returns the block's prefix, which is the `parent` of the next block.
+        """Cache a full, computed block. Returns the block's prefix, which is the `parent` of the next block.
 
-        If another block already holds the same prefix, the other block stays the findable one.
+        If another block already caches the same prefix, it remains the cached one.
         """
-        assert len(token_ids) == self.block_size, "only full blocks are published"
+        assert len(token_ids) == self.block_size, "only full blocks are cached"
         key = (parent, tuple(token_ids))
         holder = self._cached.setdefault(key, block)
         if holder is block:
@@ -249,9 +253,9 @@ class BlockPool:
 
     def free(self, blocks: Sequence[Block]) -> None:
         """Remove one owner from each block. The blocks must be in token order."""
-        # Reverse order evicts the last block of a prefix first, because that block is useless without those before it.
+        # Reverse order, so that a prefix's last block is evicted first: it is useless without the blocks before it.
         for block in reversed(blocks):
-            assert block.num_owners > 0, f"block {block.block_id} freed more often than it was owned"
+            assert block.num_owners > 0, f"block {block.block_id} was freed more often than it was shared"
             block.num_owners -= 1
             if block.num_owners:
                 continue
@@ -261,7 +265,7 @@ class BlockPool:
                 self._evictable[block.block_id] = block
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix. Blocks in use stay with their owners."""
+        """Drop every cached prefix. Blocks in use stay with their owners."""
         for block in (*self._cached.values(), *self._in_windows.values()):
             self._forget(block)
         self._cached.clear()
@@ -277,7 +281,7 @@ class BlockPool:
             if block.window_of is not None:
                 del self._in_windows[block.window_of]
             else:
-                assert block.prefix is not None, "an evictable block is findable"
+                assert block.prefix is not None, "an evictable block is cached"
                 del self._cached[block.prefix.key]
             self._forget(block)
         block.num_owners = 1
@@ -293,10 +297,10 @@ class BlockPool:
 
 
 class NoBlocks(BlockPool):
-    """The pool of a model without KV memory: no sequence needs a block, and no prefix is shared."""
+    """The pool for a model without KV memory: no sequence needs a block, and no prefix is shared."""
 
     def __init__(self, *, max_model_len: int) -> None:
-        # No sequence fills a block of this size, so no block is ever cached.
+        # No sequence can fill a block of this size, so no block is ever cached.
         super().__init__(num_blocks=0, block_size=max_model_len + 1)
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The interface between an engine and a store of KV blocks outside KV memory. No torch here, no files, no threads."""
+"""The interface between an engine and a store for KV blocks outside KV memory. Uses no torch, files or threads."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from app.engine.prefix import Block, Prefix, label_of_snapshot
 from app.engine.request import Address, Request
 from app.engine.stats import StoreStats
 
-# Returns the prefixes of these tokens with this salt that are in KV memory. Any thread may call.
+# Returns those prefixes of the given tokens and salt that are in KV memory. Any thread may call.
 Find = Callable[[Sequence[int], str], Sequence[Prefix]]
 
 
 def root_name(namespace: bytes, salt: str) -> bytes:
-    """Return the name of the empty prefix, for a namespace (model and KV layout) and a caller's salt. 20 bytes."""
+    """Return the 20-byte name of the empty prefix for a namespace (model and KV layout) and a prefix salt."""
     return _digest(namespace, salt.encode())
 
 
 def name_after(parent_name: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the name of a prefix from the name of its parent and the tokens of its last block. 20 bytes."""
+    """Return a prefix's 20-byte name, given its parent's name and the tokens of its last block."""
     return _digest(parent_name, array("q", token_ids).tobytes())
 
 
 def name_of_snapshot(name: bytes) -> bytes:
-    """Return the name of the snapshot after a prefix from the name of the prefix. 20 bytes."""
+    """Return the 20-byte name of a prefix's snapshot, given the prefix's name."""
     return _digest(name, b"snapshot")
 
 
 def name_of(prefix: Prefix, namespace: bytes) -> bytes:
-    """Return the name of a prefix and store the name in the prefix. Any thread may call."""
+    """Return a prefix's name, which is stored in the prefix for later calls. Any thread may call."""
     unnamed: list[Prefix] = []
     at: Prefix | str = prefix
     while isinstance(at, Prefix) and not at.name:
@@ -51,10 +51,10 @@ def _digest(*parts: bytes) -> bytes:
 
 
 class Fetch:
-    """Blocks that a store fills in token order. The engine's thread owns the blocks until the fetch is done.
+    """Blocks that a store fills in token order. They stay allocated until the fetch is done.
 
-    For a model with recurrent layers, the store fills a slot with the snapshot after some of the blocks. Such a model
-    cannot use the blocks without the snapshot.
+    For a model with recurrent layers, the store also fills a slot with a snapshot that covers some of the blocks. Only
+    these blocks are usable.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Fetch:
         token_ids: Sequence[Sequence[int]],
         slot: int | None = None,
     ) -> None:
-        """request: the request that needs the blocks. before: the request's cached blocks before `blocks`.
+        """before: the request's cached blocks, which precede `blocks`. names, token_ids: one entry for each block.
 
-        names, token_ids: one entry for each block. slot: receives the snapshot; None without recurrent layers.
+        slot: the slot for the snapshot, or None without recurrent layers.
         """
         self.request = request
         self.before = before
@@ -77,20 +77,20 @@ class Fetch:
         self.names = names
         self.token_ids = token_ids
         self.slot = slot
-        self.num_filled = 0  # filled blocks, counted from the first block
-        self.num_covered_by_snapshot = 0  # the number of blocks that the snapshot in the slot covers; 0 without one
-        self.is_wanted = True  # the engine sets this to False when it no longer waits for the fetch
-        self.is_done = False  # the store sets this to True when it will not write to the blocks or the slot again
+        self.num_filled = 0  # number of leading blocks that are filled
+        self.num_covered_by_snapshot = 0  # how many of the blocks the snapshot in the slot covers, or 0 without one
+        self.is_wanted = True  # set to False by the engine when it no longer waits for the fetch
+        self.is_done = False  # set to True by the store when it will no longer write to the blocks or the slot
 
     @property
     def num_usable(self) -> int:
-        """The number of blocks that a sequence can share, counted from the first block."""
+        """Number of leading blocks that a sequence can share."""
         if self.slot is None:
             return self.num_filled
         return self.num_covered_by_snapshot if self.num_covered_by_snapshot <= self.num_filled else 0
 
     def label_after(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the label of the snapshot after the first `num_blocks` blocks. `num_blocks` is at least 1."""
+        """Return the label of the snapshot after the first `num_blocks` blocks, which must be at least 1."""
         last_block = self.token_ids[num_blocks - 1]
         return label_of_snapshot((len(self.before) + num_blocks) * len(last_block), last_block)
 
@@ -98,50 +98,50 @@ class Fetch:
 class BlockStore(ABC):
     """Stores blocks under names that are the same in every process. Only `settle` and `close` wait for disk or network.
 
-    The engine's thread calls the methods. A store may fail, forget and be slow: the engine computes missing blocks.
+    Used by the engine's thread. A store may fail, lose blocks and be slow, because the engine computes missing blocks.
     """
 
-    namespace: bytes  # the model and KV layout; processes with equal namespaces can read each other's blocks
-    min_tokens: int = 0  # a shorter prefix is not offered when it is computed for the first time
+    namespace: bytes  # identifies the model and KV layout; processes with equal namespaces can share blocks
+    min_tokens: int = 0  # a newly computed prefix is only offered if it is at least this long
 
     @abstractmethod
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """Return how many of these blocks, from the first one on, the store can probably give. Does not block.
+        """Return how many of these blocks, counted from the first, the store can probably provide. Does not block.
 
-        For a model with recurrent layers, the store counts the blocks up to the last snapshot that it can give.
+        For a model with recurrent layers, only the blocks up to the last available snapshot count.
 
-        num_before: the number of the request's blocks before these blocks.
+        num_before: how many of the request's blocks precede these blocks.
         """
 
     @abstractmethod
     def expected_s(self, num_blocks: int, request: Request) -> float:
-        """Return the expected duration of a fetch of `num_blocks` blocks that starts now; 0 before the first fetch."""
+        """Return how many seconds a fetch of `num_blocks` blocks would take from now, or 0 if unknown."""
 
     @abstractmethod
     def begin(self, fetch: Fetch) -> None:
-        """Start to fill a fetch's blocks, and its slot with the last snapshot after them, while the fetch is wanted."""
+        """Start filling a fetch's blocks, and its slot with the last snapshot, while the fetch is wanted."""
 
     @abstractmethod
     def offer(self, prefix: Prefix) -> None:
-        """Store the blocks of a prefix that the store lacks, if KV memory still holds them when the store reads them.
+        """Store a prefix's missing blocks, and its snapshot if it has one. Does not block.
 
-        The store also stores the snapshot of the prefix, if the prefix has one.
+        Blocks that KV memory has evicted before the store reads them are not stored.
         """
 
     def serve(self, host: str, find: Find) -> Address | None:
-        """Serve the KV blocks that `find` finds to other processes. Returns the address, or None if not supported.
+        """Serve the KV blocks that `find` returns to other processes. Returns the address, or None if not supported.
 
-        Raises OSError if this machine does not have the address of `host`.
+        Raises OSError if this machine does not have the address `host`.
         """
         return None
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Return statistics of the store. Any thread may call."""
+        """Return the store's statistics. Any thread may call."""
 
     @abstractmethod
     def settle(self, timeout_s: float) -> None:
-        """Block until all offered blocks are stored and no fetch is in progress, for at most `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds until all offered blocks are stored and no fetch is in progress."""
 
     @abstractmethod
     def close(self) -> None:

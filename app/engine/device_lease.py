@@ -1,7 +1,7 @@
-"""Shares the memory of one device among several engines, each of which runs in its own process.
+"""Shares the memory of one device among several engines, each in its own process.
 
-A file lists the engines that hold memory and the engines that wait for memory, in the order of their requests. Engines
-that fit into the memory together hold it together. The others take turns, first come, first served. No torch here.
+A file lists the engines that hold memory and those that wait for memory, in the order of their requests. Engines that
+fit into the memory together use it concurrently. Otherwise, they take turns, first come, first served. Uses no torch.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import msgspec
 from app.config import GIB
 from app.errors import InvalidSetup
 
-# A waiting engine is notified of every change and also checks at this interval, because a killed process sends nothing.
+# Waiting engines are notified of changes. They also check at this interval, because a killed process notifies no one.
 RECHECK_S = 1.0
-# The minimum length of a turn, in multiples of the switch time. Switching then takes at most about a tenth of the time.
+# Minimum length of a turn, in multiples of the time to switch. Switching then takes at most about a tenth of the time.
 TURN_PER_SWITCH = 10.0
 SHORTEST_TURN_S = 0.5
 
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """An engine that holds memory of the device or waits for memory."""
+    """An engine that holds memory on the device or waits for memory."""
 
     key: str  # identifies the engine's process and socket
-    name: str  # shown to people
+    name: str  # the engine's name in messages
     num_bytes: int
     switch_s: float  # seconds that the engine's last sleep and wake took together
     is_waiting: bool
-    since: float  # start of the wait or of the turn, by `time.monotonic`, which all processes of a host share
+    since: float  # when its wait or turn began, by `time.monotonic`, which is the same in all processes on a host
 
 
 class DeviceLease:
-    """One engine's membership in the turns of a device. Linux only, because of abstract Unix sockets."""
+    """One engine's lease of a device's memory. Linux only, because it uses abstract Unix sockets."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class DeviceLease:
         """
         if num_bytes > total_bytes:
             raise InvalidSetup(
-                f"{name} needs {num_bytes / GIB:.2f} GiB for weights, KV memory and its largest step; the engines of "
-                f"this device may have {total_bytes / GIB:.2f} GiB together. Raise replicas.device_memory_gib, lower "
+                f"{name} needs {num_bytes / GIB:.2f} GiB for weights, KV memory and its largest step, but the engines "
+                f"on this device may use {total_bytes / GIB:.2f} GiB together; raise replicas.device_memory_gib, lower "
                 f"cache.memory_gib, or serve a smaller model"
             )
         self._path, self._total_bytes, self._clock = path, total_bytes, clock
@@ -72,16 +72,16 @@ class DeviceLease:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise InvalidSetup(f"the engines of a device share {path}, which cannot be written: {error}") from error
+            raise InvalidSetup(f"cannot write {path}, which the engines on a device share: {error}") from error
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(_address(self._own.key))
 
     # ------------------------------------------------------------------ this engine's turn
 
     def ask(self) -> bool:
-        """Take the memory if it is this engine's turn, otherwise queue for the memory. Does not block.
+        """Acquire the memory if it is this engine's turn, otherwise queue for it. Does not block.
 
-        Returns whether the engine has the memory. If not, call again after a change, or after `RECHECK_S`.
+        Returns whether the engine holds the memory. If not, call again after a change, or after `RECHECK_S`.
         """
         own = self._own
         with self._changing() as occupants:
@@ -94,7 +94,7 @@ class DeviceLease:
         return not own.is_waiting
 
     def wait(self) -> None:
-        """Block until the engine has the memory. Call only before `listen`."""
+        """Block until the engine holds the memory. Must not be called after `listen`."""
         while not self.ask():
             self._socket.settimeout(RECHECK_S)
             with suppress(TimeoutError):
@@ -102,12 +102,12 @@ class DeviceLease:
         self._socket.settimeout(None)
 
     def begin(self, *, switch_s: float) -> None:
-        """Start the turn of this engine, which is awake now. `switch_s`: see `LeaseHolder`."""
+        """Start this engine's turn, after it woke up. `switch_s`: see `LeaseHolder`."""
         with self._changing():
             self._own.switch_s, self._own.since = switch_s, self._clock()
 
     def leave(self) -> None:
-        """Give the memory back, or stop waiting for memory."""
+        """Release the memory, or stop waiting for it."""
         if self._is_in:
             with self._changing() as occupants:
                 occupants.remove(self._own)
@@ -123,7 +123,7 @@ class DeviceLease:
             missing = _missing(occupants, first, self._total_bytes)
             for each in sorted((each for each in occupants if not each.is_waiting), key=lambda each: each.since):
                 if missing <= 0:
-                    return None  # engines whose turns began earlier free enough memory
+                    return None  # engines whose turns began earlier will release enough memory
                 if each.key == own.key:
                     break
                 missing -= each.num_bytes
@@ -131,7 +131,7 @@ class DeviceLease:
                 return None
             return own.since + max(SHORTEST_TURN_S, TURN_PER_SWITCH * max(own.switch_s, first.switch_s))
 
-    # ------------------------------------------------------------------ the others
+    # ------------------------------------------------------------------ other engines
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Start a thread that calls `on_change` after every change by another engine, until `close`."""
@@ -154,7 +154,7 @@ class DeviceLease:
 
     @contextmanager
     def _changing(self) -> Iterator[list[LeaseHolder]]:
-        """Lock the file and yield the living holders. Afterwards, write any changes and notify the other engines."""
+        """Lock the file and yield the live engines. Afterwards, write any changes and notify the other engines."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             written = self._path.read_bytes() if self._path.exists() else b""
@@ -173,9 +173,9 @@ class DeviceLease:
                     _tell(each.key)
 
     def _known(self, written: bytes) -> list[LeaseHolder]:
-        """Return the file's holders without ended processes, with this engine's entry replaced by `_own`."""
+        """Return the engines in the file, without dead processes. This engine's entry is replaced by `_own`."""
         found, own = list[LeaseHolder](), self._own
-        with suppress(ValueError):  # ignores a file that another version wrote
+        with suppress(ValueError):  # a file that another version wrote is ignored
             found = msgspec.json.decode(written, type=list[LeaseHolder])
         if self._is_in and all(each.key != own.key for each in found):
             found.append(own)  # the file was removed
@@ -183,19 +183,19 @@ class DeviceLease:
 
 
 def _missing(occupants: list[LeaseHolder], wanting: LeaseHolder, total_bytes: int) -> int:
-    """Return how many bytes `wanting` lacks. Zero or less means that the memory suffices."""
+    """Return how many bytes are missing for `wanting`, which is zero or less if the memory suffices."""
     return sum(each.num_bytes for each in occupants if not each.is_waiting) + wanting.num_bytes - total_bytes
 
 
 def _address(key: str) -> str:
-    """Return the socket's address in the abstract namespace. The kernel removes the socket when its process ends."""
+    """Return an address in the abstract namespace, from which the kernel removes the sockets of dead processes."""
     return f"\0carousel-turns-{key}"
 
 
 def _tell(key: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out, suppress(OSError):
         out.setblocking(False)
-        out.sendto(b"!", _address(key))  # a full buffer raises, but then other notifications are pending
+        out.sendto(b"!", _address(key))  # raises if the buffer is full, but then other notifications are pending
 
 
 def _lives(key: str) -> bool:

@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 NO_ADAPTERS = (
     "this replica supports no adapters: they need replicas.tensor_parallel: 1 and a model that is neither an encoder "
-    "nor simulated; a GPU also needs engine.model.max_loaded_adapters, because their memory is allocated at the start"
+    "nor simulated; on a GPU, also set engine.model.max_loaded_adapters, because their memory is allocated at startup"
 )
 
 
 class Engine:
-    """A scheduler and a model runner behind add, abort and step. One thread uses it.
+    """A scheduler and a model runner behind `add`, `abort` and `step`. For use by one thread, unless stated otherwise.
 
-    If the runner launches steps, a step is launched before the results of the step before it are read, see `InFlight`.
+    If the runner can launch steps, each is launched before the previous step's results are read (see `InFlight`).
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Engine:
         recorder: StepObserver | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        """clock: returns monotonic seconds. largest_step: the limits that memory was sized for, if a step needs memory.
+        """clock: returns monotonic seconds. largest_step: the limits for which memory was sized, or None if it was not.
 
-        recorder: observes every event and every decision. adapters: if None, no request may have an adapter.
+        recorder: observes every event and decision. adapters: if None, requests with an adapter are rejected.
         """
         self.model_info = model_info
         self.adapters = adapters
@@ -63,7 +63,8 @@ class Engine:
         self._clock = clock
         self._largest_step = largest_step
         self._measurements = MeasurementCollector(settings=scheduler.config.version)
-        # Measurements come first: they complete the deltas. The tuner comes last: its changes follow the step's events.
+        # Measurements come first, because they complete the deltas. The tuner comes last, because the other observers
+        # must learn of a step's events before they learn of the tuner's changes.
         self._observers: list[StepObserver] = [self._measurements]
         if recorder is not None:
             self._observers.append(recorder)
@@ -72,20 +73,20 @@ class Engine:
         self._quarantine = Quarantine()
         self._is_asleep = False
         self._in_flight: InFlight | None = None
-        self._has_failed = False  # compute the next step without launching ahead, to find the requests at fault
+        self._has_failed = False  # whether a launched step failed, so that the next one must run unlaunched
 
     def prepare(self) -> None:
-        """Do the slow preparations of the first step in advance. Call at most once, in the thread that calls `step`."""
+        """Do the first step's slow preparations in advance. Call at most once, in the thread that calls `step`."""
         self.runner.prepare()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended. The next step may still have to wait for a timer; see `idle_s`."""
+        """Whether any request has not ended. The next step may still have to wait for a timer (see `idle_s`)."""
         return self._scheduler.has_work
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until the next step has work if no request arrives. 0: now. None: never."""
+        """Seconds until the next step has work if no request arrives: 0 if it has work now, None if never."""
         if self._in_flight is not None:
             return 0.0
         now = self._clock()
@@ -99,7 +100,7 @@ class Engine:
             raise InvalidRequest(NO_ADAPTERS, param="model")
         if self._quarantine.holds(request):
             raise Quarantined(
-                "this prompt with these sampling parameters has made the model fail before; it is not tried again",
+                "this prompt with these sampling parameters has made the model fail before; it will not be retried",
                 param="prompt",
                 code="quarantined",
             )
@@ -107,14 +108,14 @@ class Engine:
     def add(self, request: Request, *, arrived_at: float | None = None, matcher: Matcher | None = None) -> None:
         """Queue a request that arrived now, or at `arrived_at` by the engine's clock.
 
-        A request with a grammar needs a matcher that has advanced past the request's generated tokens.
+        A request with a grammar requires a matcher that has advanced past the request's generated tokens.
 
         Raises:
             InvalidRequest: the request can never be served, or a request with this id is being served.
             UnsupportedAdapter, Overloaded: the request's adapter cannot be loaded.
         """
         self.check(request)
-        assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
+        assert (matcher is None) == (request.sampling.grammar is None), "a grammar requires a matcher"
         adapter = None
         if request.adapter is not None and self.adapters is not None:
             adapter = self.adapters.hold(request.adapter, tenant=request.tenant)
@@ -128,16 +129,16 @@ class Engine:
         matcher: Matcher | None = None,
         adapter: HeldAdapter | None = None,
     ) -> None:
-        """Queue a request as `add` does, but without `check`. The caller has checked the request, in any thread.
+        """Queue a request that the caller has already passed to `check`, in any thread.
 
-        The caller has also loaded the request's adapter. The engine releases the adapter when the request ends.
+        The caller must also have loaded the request's adapter. The engine releases the adapter when the request ends.
 
         Raises:
             InvalidRequest: a request with this id is being served.
         """
-        assert (adapter is None) == (request.adapter is None), "requests come with their adapters"
+        assert (adapter is None) == (request.adapter is None), "the request's adapter was not loaded"
         if self._scheduler.has_request(request.request_id):
-            raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
+            raise InvalidRequest(f"the request id {request.request_id} is in use; send another", param="request_id")
         now = self._clock() if arrived_at is None else arrived_at
         if matcher is None and request.sampling.allowed_token_ids:
             matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.model_info.vocab_size)
@@ -146,7 +147,7 @@ class Engine:
             observer.arrived(request, at=now)
 
     def now(self) -> float:
-        """Return the time of the engine's clock in seconds. Any thread may call."""
+        """Return the engine's clock in seconds. Any thread may call."""
         return self._clock()
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -160,17 +161,17 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Advance every scheduled sequence by one step. Computes nothing while the strategy waits.
 
-        If the runner launches steps, a call launches one step and returns the deltas of the step launched before.
+        If the runner can launch steps, each call launches one and returns the deltas of the step launched before it.
 
-        If the model runner raises, the engine runs the batch in parts. The requests that make a part fail end with an
+        If the model runner raises, the engine runs the batch in parts. Requests that make a part fail end with an
         error (a delta with `error`). The other requests continue with unchanged tokens. If the step was launched, the
-        engine undoes the launched steps, and the next call computes them again without launching ahead.
+        engine undoes the launched steps, and the next call computes a step without launching it.
 
-        A sleeping engine only ends overdue requests.
+        While the engine sleeps, this method only ends overdue requests.
 
         Raises:
-            StepError: every part fails, so the device is at fault. The error names the requests, which have ended.
-            DeviceLost: no later step can be computed either; the engine must not be used any more.
+            StepError: every part failed, so the device is at fault. The error names the requests, which have ended.
+            DeviceLost: no further step can be computed; the engine must no longer be used.
         """
         for observer in self._observers:
             observer.step_began()
@@ -184,8 +185,8 @@ class Engine:
         return self._end_without_step() if before is None else self._settle_launched(before)
 
     def _is_waited_for(self, batch: StepBatch) -> bool:
-        """Whether the engine schedules the next step only after the tokens of this batch are known."""
-        if batch.has_drafts or batch.launched_alone:  # do not wait twice in a row if no drafts came
+        """Whether the next step must not be scheduled until the tokens of this batch are known."""
+        if batch.has_drafts or batch.launched_alone:  # after waiting in vain for drafts, do not wait again
             return batch.has_drafts
         return self._scheduler.hopes_for_drafts()
 
@@ -200,7 +201,7 @@ class Engine:
         if not batch:
             return None  # all sequences wait for their last token, or the strategy waits for its timer
         pending = run_or_error(self.runner.launch, batch)
-        if isinstance(pending, Exception):  # no sequence has advanced, so the same batch is scheduled again
+        if isinstance(pending, Exception):  # no sequence has advanced, so the same batch will be scheduled again
             self._retry_after(FailureKind.LAUNCH, batch, pending)
             return None
         step = InFlight(batch, pending)
@@ -212,7 +213,7 @@ class Engine:
         """Draw the tokens of a launched step, now that the tokens of the previous step are known."""
         step.batch = self._scheduler.with_history(step.batch)
         error = run_or_error(step.pending.draw, step.batch)
-        if isinstance(error, Exception):  # the same handling as of a failed launch
+        if isinstance(error, Exception):  # handled like a failed launch
             self._retry_after(FailureKind.LAUNCH, step.batch, error)
             return None
         step.commit()
@@ -224,12 +225,12 @@ class Engine:
         if not isinstance(result, Exception):
             return self._settle(step.batch, result, is_committed=step.is_committed)
         self._retry_after(FailureKind.RESULT, step.batch, result)
-        self._discard_in_flight()  # the device computes that step with the tokens of the failed step
+        self._discard_in_flight()  # that step reads the failed step's tokens
         step.roll_back()
         return self._end_without_step()
 
     def _settle(self, batch: StepBatch, result: StepResult, *, is_committed: bool = False) -> list[TokenDelta]:
-        """Process the result of a step, without rejected drafts, and return the deltas."""
+        """Process a step's result and return the deltas. Rejected drafts are dropped."""
         if batch.has_drafts:
             result = kept_tokens(batch, result)
         self._fail_unmatched(batch)
@@ -247,7 +248,7 @@ class Engine:
             step.discard()
 
     def _retry_after(self, how: FailureKind, batch: StepBatch, error: Exception) -> None:
-        logger.warning("a step of %d requests failed and is computed again: %s", len(batch.scheduled), described(error))
+        logger.warning("a step of %d requests failed and will be retried: %s", len(batch.scheduled), described(error))
         self._note_failed(how)
         self._has_failed = True
 
@@ -281,14 +282,14 @@ class Engine:
         try:
             found = run_in_parts(self.runner.run, batch, error)
         except DeviceFailed:
-            if len(batch.scheduled) == 1:  # the request may be at fault instead of the device, so count the failure
+            if len(batch.scheduled) == 1:  # the request may be at fault, not the device, so count the failure
                 self._quarantine.note_failure(batch.sequences[0].request)
             self._note_failed(FailureKind.DEVICE, batch.sequences)
             raise StepError(self._scheduler.fail(batch)) from error
         self._note_failed(FailureKind.REQUESTS, [sequence for sequence, _ in found.culprits])
         if not found.culprits:
             logger.warning(
-                "a step of %d requests failed as a whole, not in parts: %s", len(batch.scheduled), described(error)
+                "a step of %d requests failed, but succeeded in parts: %s", len(batch.scheduled), described(error)
             )
         for sequence, failure in found.culprits:
             logger.error("request %s made its step fail: %s", sequence.request.request_id, traceback_of(failure))
@@ -312,14 +313,14 @@ class Engine:
         """Replace the scheduler settings from the next step on. No request is lost.
 
         Raises:
-            InvalidSetup: memory was sized for smaller steps; nothing has changed.
+            InvalidSetup: memory was sized for smaller steps. The settings are unchanged.
         """
         largest = self._largest_step
         for name in ("max_step_tokens", "max_running"):
             if largest is not None and getattr(config, name) > getattr(largest, name):
                 raise InvalidSetup(
                     f"scheduler.{name}: got {getattr(config, name):,}; this replica's memory was sized for "
-                    f"{getattr(largest, name):,} when it started: change it in the application's args"
+                    f"{getattr(largest, name):,} at startup; to raise this limit, change the application's args"
                 )
         self._scheduler.reconfigure(config)
         for observer in self._observers:
@@ -338,14 +339,14 @@ class Engine:
         self._scheduler.pool.on_prefixes(note_held)
 
     def serve_prefixes(self, host: str) -> Address | None:
-        """Let other replicas fetch prefixes from KV memory. Returns the address, or None if the store cannot serve.
+        """Let other replicas fetch prefixes from KV memory. Returns the address, or None if there is no such store.
 
-        Any thread may call. Raises OSError if this machine does not have the address of `host`.
+        Any thread may call. Raises OSError if this machine does not have the address `host`.
         """
         return self._scheduler.fetches.serve(host)
 
     def clear_prefix_cache(self) -> None:
-        """Forget every cached prefix. Later prompts are computed from their start."""
+        """Drop every cached prefix. Later prompts are then computed from their start."""
         self._scheduler.pool.clear_cache()
         for observer in self._observers:
             observer.cache_cleared()
@@ -355,10 +356,10 @@ class Engine:
         return self._is_asleep
 
     def sleep(self) -> None:
-        """Give up the memory of weights and KV until `wake`.
+        """Release the memory of the weights and the KV cache until `wake`.
 
-        Running requests go back to the queue. After `wake`, their tokens are computed again and do not change.
-        Meanwhile, requests may be added and aborted, and deadlines pass.
+        Running requests return to the queue and are recomputed after `wake`, with the same tokens. Requests may be
+        added and aborted while the engine sleeps, and their deadlines still apply.
         """
         assert not self._is_asleep, "the engine is asleep"
         self._discard_in_flight()
@@ -373,7 +374,7 @@ class Engine:
             self._scheduler.drafter.sleep()
 
     def wake(self) -> None:
-        """Take the memory back, which may take seconds. If the model runner raises, the engine stays asleep."""
+        """Allocate the memory again, which may take seconds. If the model runner raises, the engine stays asleep."""
         assert self._is_asleep, "the engine is awake"
         self.runner.wake()
         try:
@@ -387,9 +388,9 @@ class Engine:
             observer.woke()
 
     def close(self) -> None:
-        """Write the recorder's buffered events and end the runner's processes. Do not use the engine afterwards.
+        """Write the recorder's buffered events and stop the runner's processes. Do not use the engine afterwards.
 
-        All parts are closed even if one raises. The last error is raised at the end.
+        Every part is closed even if another raises. The last error is then raised.
         """
         with ExitStack() as last_first:
             last_first.callback(self.runner.close)
@@ -402,14 +403,14 @@ class Engine:
                 last_first.callback(observer.close)
 
     def check_health(self) -> None:
-        """Raise DeviceLost if the engine can compute no more steps. Any thread may call."""
+        """Raise DeviceLost if the engine can no longer compute steps. Any thread may call."""
         self.runner.check()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
     def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
-        """Return the running and waiting requests and recent events. The first call starts the recording of events.
+        """Return the running and waiting requests and recent events. The first call starts recording events.
 
         If `is_full` is false, `EngineSnapshot.reported` lists the requests that have only grown since the last call.
         """
@@ -420,17 +421,16 @@ class Engine:
         return self._viewer.snapshot(self._scheduler, self.tuning, now=now, is_full=is_full)
 
     def end_snapshots(self) -> None:
-        """Stop recording events for snapshots."""
         self._stop_observing(self._viewer)
         self._viewer = None
 
     @property
     def tuning(self) -> Tuning | None:
-        """The limits in force since the tuner's last decision; None without targets. Any thread may read it."""
+        """The limits since the tuner's last decision, or None without targets. Any thread may read this property."""
         return None if self._tuner is None else self._tuner.tuning
 
     def measurements(self) -> EngineMeasurements:
-        """Return all measurements since the start. Any thread may call."""
+        """Return all measurements since the engine started. Any thread may call."""
         scheduler = self._scheduler
         return EngineMeasurements(
             max_running=scheduler.limits.max_running,
@@ -447,7 +447,7 @@ class Engine:
         )
 
     def _new_tuner(self) -> Tuner | None:
-        """Return a tuner that observes from now on, or None if the settings in force have no targets."""
+        """Return a tuner that observes from now on, or None if the current settings have no targets."""
         if not self._scheduler.config.targets:
             return None
         tuner = Tuner(self._scheduler.config, running=self._scheduler.running, limit=self.limit)
@@ -463,5 +463,5 @@ class StepError(Exception):
     """The device failed on every request of a step. The requests have ended. Internal: callers get `DeviceFault`."""
 
     def __init__(self, request_ids: list[str]) -> None:
-        super().__init__(f"a step failed with {len(request_ids)} requests in it")
+        super().__init__(f"a step of {len(request_ids)} requests failed")
         self.request_ids = request_ids

@@ -1,4 +1,4 @@
-"""The fetches of prefixes from a store: the sequences that wait for them, and the blocks and slots that they fill."""
+"""Fetches of prefixes from a store: the sequences that wait for them, and the blocks and slots that they fill."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ from app.engine.request import Address
 from app.engine.sequence import EngineSequence, SequenceStatus
 from app.engine.stats import StoreStats
 
-# The intervals at which an idle engine checks fetches that a sequence waits for, and abandoned fetches whose blocks
-# are not free yet.
+# How often an idle engine checks fetches that sequences wait for, and abandoned fetches whose blocks are not yet free.
 POLL_WAITING_S, POLL_ABANDONED_S = 0.001, 0.1
-# A fetch may take as long as computing the tokens, but at least `MIN_PATIENCE_S`. While the engine's speed is unknown,
-# a fetch may take `FIRST_PATIENCE_S`.
+# A fetch may take as long as computing the tokens would, but at least `MIN_PATIENCE_S`. While the engine's speed is
+# unknown, it may take `FIRST_PATIENCE_S`.
 MIN_PATIENCE_S, FIRST_PATIENCE_S = 0.05, 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _PendingFetch:
-    """A fetch in progress."""
-
     sequence: EngineSequence | None  # waits for the fetch; None if it has ended or computes the tokens instead
-    arrival: int  # the arrival number of the sequence
+    arrival: int  # the sequence's arrival number
     parent: Prefix | str  # the parent of the first fetched block
-    fetch: Fetch  # its blocks, and the cached blocks before them, stay owned until the fetch is done
+    fetch: Fetch  # its blocks, and the cached blocks before them, must not be freed until the fetch is done
     began_at: float
     gives_up_at: float
-    is_void: bool = False  # the engine has given up the memory that the fetch fills
+    is_void: bool = False  # whether the engine has released the memory that the fetch fills
 
 
 class PrefixFetches:
-    """Lets a store fill blocks for the first waiting sequence if that is quicker than computing them.
+    """Lets a store fill blocks for the first waiting sequence, if this is faster than computing them.
 
-    Filled blocks are free and findable like all cached blocks. The sequence goes back to the queue and finds the blocks
-    in the pool when it joins. Without a store, nothing is fetched.
+    Filled blocks become free blocks that are cached in the pool like any others. The sequence returns to the queue and
+    finds them in the pool when it joins. Without a store, nothing is fetched.
     """
 
     def __init__(self, pool: BlockPool, store: BlockStore | None) -> None:
         self._pool = pool
         self.store = store
         self._expected: list[_PendingFetch] = []
-        self._begun: list[tuple[int, int]] = []  # fetches since `take_notes`: arrival number, number of blocks
+        # Fetches that began and finished since the last `take_notes`: arrival number, number of blocks.
+        self._begun: list[tuple[int, int]] = []
         self._done: list[tuple[int, int]] = []
-        self.num_tokens = 0  # tokens fetched since the start
-        self.num_given_up = 0  # fetches since the start that took too long
+        self.num_tokens = 0  # tokens fetched so far
+        self.num_given_up = 0  # fetches so far that took too long
         if store is not None and pool.states is not None:
             pool.states.on_durable_snapshot = self._offer_long
         elif store is not None:
             pool.note_findable = self._offer_long
 
     def _offer_long(self, prefix: Prefix) -> None:
-        """Offer a prefix that was computed once. Short prefixes rarely come again and are cheap to compute."""
+        """Offer a newly computed prefix unless it is short, because short ones are cheap and rarely requested again."""
         assert self.store is not None
         if prefix.num_blocks * self._pool.block_size >= self.store.min_tokens:
             self.store.offer(prefix)
@@ -65,13 +63,13 @@ class PrefixFetches:
         return None if self.store is None else self.store.serve(host, self._pool.find)
 
     def stats(self) -> StoreStats | None:
-        """Return the statistics of the store, or None without a store. Any thread may call."""
+        """Return the store's statistics, or None without a store. Any thread may call."""
         if self.store is None:
             return None
         return self.store.stats()._replace(num_fetched_tokens=self.num_tokens, num_given_up=self.num_given_up)
 
     def __len__(self) -> int:
-        """Return the number of sequences that wait for a fetch."""
+        """Return the number of sequences that are waiting for a fetch."""
         return sum([each.sequence is not None for each in self._expected])
 
     def due_at(self, now: float) -> float | None:
@@ -83,20 +81,20 @@ class PrefixFetches:
         return now + (POLL_WAITING_S if len(self) else POLL_ABANDONED_S)
 
     def begin(self, sequence: EngineSequence, cached: list[Block], *, now: float, tokens_per_s: float) -> bool:
-        """Fetch the blocks after the cached blocks of a sequence's prefix. Returns whether the sequence must wait.
+        """Fetch the blocks that follow a sequence's cached blocks. Returns whether the sequence must wait for a fetch.
 
-        cached: the blocks that the sequence would share if it joined now. tokens_per_s: the engine's speed; 0 if
-        unknown. The pool must have free blocks for all tokens of the sequence.
+        cached: the blocks that the sequence would share if it joined now. tokens_per_s: the engine's speed, or 0 if
+        unknown. The pool must have free blocks for all of the sequence's tokens.
         """
         store = self.store
         if store is None or sequence.fetch_epoch == sequence.epoch:
             return False
-        sequence.fetch_epoch = sequence.epoch  # fetch only once: blocks evicted before the sequence joins are computed
+        sequence.fetch_epoch = sequence.epoch  # fetch only once, even if fetched blocks are evicted before it joins
         parent = sequence.request.prefix_salt if not cached else cached[-1].prefix
         assert parent is not None, "a cached block has a prefix"
         if isinstance(parent, Prefix):
             store.offer(parent)  # the prefix was requested again, so storing it is worthwhile
-        # Most embeddings and all prompt log-probabilities need the results of every token, so all tokens are computed.
+        # Most embeddings and all prompt log-probabilities need the outputs of every token, so all tokens are computed.
         if sequence.request.pooling is not None or sequence.is_scoring:
             return False
         names, token_ids = self._stored_after(parent, sequence, len(cached), store)
@@ -136,7 +134,7 @@ class PrefixFetches:
         return names[:number], token_ids[:number]
 
     def collect(self, now: float) -> list[EngineSequence]:
-        """Return the sequences whose fetch is done or takes too long. The caller puts them back into the queue."""
+        """Return the sequences whose fetch is done or has taken too long. The caller must queue them again."""
         back: list[EngineSequence] = []
         still: list[_PendingFetch] = []
         for each in self._expected:
@@ -154,23 +152,25 @@ class PrefixFetches:
         return back
 
     def take_notes(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
-        """Return the fetches that began and those that were done since the last call, each as an arrival number and a
-        number of blocks. For fetches that are done, this is the number of usable blocks."""
+        """Return the fetches that began since the last call, and those that finished.
+
+        Each is (arrival number, blocks): the requested blocks if it began, the usable blocks if it finished.
+        """
         notes = tuple(self._begun), tuple(self._done)
         self._begun.clear()
         self._done.clear()
         return notes
 
     def drop(self, sequence: EngineSequence) -> None:
-        """Forget a sequence that has ended. The blocks of its fetch become free when the fetch is done."""
+        """Abandon the fetch of a sequence that has ended. Its blocks are freed when the fetch is done."""
         for each in self._expected:
             if each.sequence is sequence:
                 self._leave(each)
 
     def give_up(self) -> list[EngineSequence]:
-        """Abandon all fetches because the engine gives up its memory. Returns the waiting sequences, which start again.
+        """Abandon all fetches before the memory is released. Returns the waiting sequences, which may fetch again.
 
-        Before that, the store gets a few seconds to store the offered blocks.
+        Waits up to a few seconds for the store to write the offered blocks.
         """
         back = [self._leave(each) for each in self._expected if each.sequence is not None]
         for sequence in back:
@@ -191,7 +191,7 @@ class PrefixFetches:
         return sequence
 
     def _publish(self, expected: _PendingFetch) -> None:
-        """Make the filled blocks findable and free all blocks of the fetch."""
+        """Cache the filled blocks in the pool, and free all of the fetch's blocks."""
         fetch, parent = expected.fetch, expected.parent
         num_usable = 0 if expected.is_void else fetch.num_usable
         for block, token_ids in zip(fetch.blocks[:num_usable], fetch.token_ids, strict=False):

@@ -1,4 +1,4 @@
-"""A histogram that is cheap to fill, and an immutable snapshot that can be added to others and sent."""
+"""A histogram with cheap updates, and an immutable snapshot that can be added to other snapshots and sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import fsum
 
-# Bounds from a millisecond to an hour. All histograms of times share them, so that any two can be compared.
+# Bounds from a millisecond to an hour, used by all histograms of times to make them comparable.
 SECONDS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0,
@@ -20,7 +20,7 @@ Bounds = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A snapshot of a histogram. `counts` has one entry for each bound and one for values above the last bound."""
+    """A snapshot of a histogram. `counts` has an entry for each bound and one for values above the last bound."""
 
     bounds: Bounds  # ascending; a value belongs to the first bound that it does not exceed
     counts: tuple[int, ...]
@@ -38,7 +38,6 @@ class Distribution:
 
     @classmethod
     def empty(cls, bounds: Bounds) -> Distribution:
-        """Return a distribution without values."""
         return cls(bounds, (0,) * (len(bounds) + 1), 0.0)
 
 
@@ -71,7 +70,7 @@ class Histogram:
         """Return the distribution of the values so far.
 
         The total is rounded to a multiple of 2^-20. Sums of such totals are exact up to 2^33, so a sum over several
-        processes does not depend on their order. This matters because Prometheus treats a counter that falls, even by
-        its last bit, as a counter that was reset.
+        processes does not depend on their order. This matters because Prometheus assumes that a counter was reset if it
+        decreases, even in its last bit.
         """
         return Distribution(self._bounds, tuple(self._counts), round(self._total * 2**20) / 2**20)

@@ -1,6 +1,6 @@
-"""A launched step whose results are still to come.
+"""A launched step whose results are not available yet.
 
-An engine on a device schedules and launches the next step while the device computes the one before it.
+An engine with a GPU schedules and launches the next step while the device is still computing the current one.
 
     host      schedule 1, launch | schedule 2, launch, wait for 1, deliver | schedule 3, launch, wait for 2, deliver
     device                       | compute 1 ............................. | compute 2 .............................
@@ -9,12 +9,13 @@ Step 2 reads the tokens of step 1 on the device, without a copy to the host. The
 sequence has drawn an end token, and discards the token that was drawn for the sequence in the meantime. (The
 "zero-overhead" scheduling of SGLang 0.4 and vLLM's asynchronous scheduling do the same.)
 
-Penalties and grammars need the tokens of step 1 on the host before step 2 can draw. The engine launches the forward
-pass of such a step ahead, like any other. While the device computes it, the tokens of step 1 arrive and the engine
-launches the draw.
+With penalties or grammars, step 2 cannot draw before the tokens of step 1 are on the host. The engine still launches
+the forward pass of step 2 ahead. While the device computes it, the tokens of step 1 arrive, and the engine launches the
+draw.
 
-A step with drafts needs known tokens, and its progress is known only at its end. The device therefore waits while the
-step and the next step are scheduled. The engine makes such a step only if a drafter expects drafts worth that time.
+A step with drafts requires known tokens, and the number of accepted drafts is only known when it has finished. The
+device is therefore idle while this step and the next one are being scheduled, so the engine only schedules drafts if
+the drafter expects them to be worth the idle time.
 """
 
 from __future__ import annotations
@@ -29,18 +30,17 @@ from app.engine.model_runner import PendingStep
 
 @dataclass(slots=True)
 class InFlight:
-    """A launched step, until its result is processed or the step is undone."""
+    """A launched step whose result was neither processed nor discarded."""
 
     batch: StepBatch
     pending: PendingStep
     is_committed: bool = False
 
     def commit(self) -> None:
-        """Count the batch as computed before its tokens are known, so that the next batch can be scheduled meanwhile.
+        """Count the batch as computed before its tokens are known, so that the next batch can already be scheduled.
 
-        The placeholder -1 - n stands for the token of `batch.sampled[n]` until `Scheduler.update` replaces it. A batch
-        with drafts is not counted, and the next batch waits for it: the number of accepted drafts is known only at its
-        end.
+        The placeholder -1 - n stands for the token of `batch.sampled[n]` until `Scheduler.update` replaces it. Does
+        nothing for a batch with drafts, because the number of accepted drafts is not known yet.
         """
         if self.batch.has_drafts:
             return
@@ -52,7 +52,7 @@ class InFlight:
                 sequence.generated_token_ids.append(next(unknown))
 
     def roll_back(self) -> None:
-        """Undo `commit`. The whole batch is computed again."""
+        """Undo `commit`. The whole batch will be recomputed."""
         if not self.is_committed:
             return
         for item, sequence in zip(self.batch.scheduled, self.batch.sequences, strict=True):
@@ -63,7 +63,7 @@ class InFlight:
 
     def discard(self) -> None:
         """Wait until the device has finished the step, ignore the result, and undo `commit`."""
-        if not self.batch.lacks_history:  # a step that lacks history has neither drawn tokens nor advanced sequences
+        if not self.batch.lacks_history:  # a step that lacks history has not drawn tokens and was not committed
             with suppress(Exception):
                 self.pending.result()
             self.roll_back()

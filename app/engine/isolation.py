@@ -1,4 +1,4 @@
-"""Finds the requests that make a step fail, by running halves of its batch, and refuses these requests later."""
+"""Finds the requests that make a step fail, by running halves of its batch, and rejects them if they are sent again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AT_FAULT = repeat(0)
 
 
 class DeviceFailed(Exception):
-    """Every part of a batch fails, so the device is at fault and no request is."""
+    """Every part of a batch fails, so the device is at fault, not a request."""
 
 
 @dataclass(slots=True)
@@ -42,10 +42,9 @@ class IsolationResult:
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     pooled: dict[str, list[float]] = field(default_factory=dict)
     culprits: list[tuple[EngineSequence, Exception]] = field(default_factory=list)
-    has_succeeded: bool = False  # whether at least one part was computed
+    has_succeeded: bool = False  # whether any part succeeded
 
     def add(self, part: StepBatch, result: StepResult) -> None:
-        """Add the result of a part that was computed."""
         self.has_succeeded = True
         for item, token_id in zip(part.sampled, result.token_ids, strict=True):
             self.token_ids.setdefault(item.request_id, []).append(token_id)
@@ -54,14 +53,14 @@ class IsolationResult:
         self.pooled |= result.pooled
 
     def result(self, batch: StepBatch) -> StepResult:
-        """Return the result of the whole batch. Requests at fault get the token 0 and end with an error."""
+        """Return the result of the whole batch. Requests at fault get token 0; the caller must end them."""
         drawn = {request_id: iter(token_ids) for request_id, token_ids in self.token_ids.items()}
         token_ids = [next(drawn.get(item.request_id, _AT_FAULT)) for item in batch.sampled]
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 
 def run_or_error(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | Exception:
-    """Return the result of a call to a model runner, or the error that it raised. A request may have caused the error.
+    """Call a model runner, and return its result or the error that it raised. A request may have caused the error.
 
     Raises:
         DeviceLost: `compute` raised it. No request is at fault, and retrying is useless.
@@ -77,11 +76,11 @@ def run_or_error(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> 
 def run_in_parts(run: Run, batch: StepBatch, error: Exception) -> IsolationResult:
     """Compute a batch that failed with `error` in halves, recursively, until only the requests at fault still fail.
 
-    A part that is computed twice writes the same KV to the same slots, and a drawn token depends only on its request.
-    The other requests therefore get the same tokens that the whole step would have given.
+    Computing a request twice writes the same KV to the same slots, and its tokens do not depend on other requests. The
+    requests that are not at fault therefore get the same tokens as in the whole step.
 
     Raises:
-        DeviceFailed: no part can be computed.
+        DeviceFailed: no part could be computed.
         DeviceLost: `run` raised it.
     """
     found = IsolationResult()
@@ -103,28 +102,28 @@ def _split(run: Run, batch: StepBatch, error: Exception, found: IsolationResult)
     for half in (batch.part(slice(None, middle)), batch.part(slice(middle, None))):
         result = run_or_error(run, half)
         if isinstance(result, Exception):
-            logger.debug("a part of %d requests fails too: %s", len(half.scheduled), described(result))
+            logger.debug("a part of %d requests failed too: %s", len(half.scheduled), described(result))
             _split(run, half, result, found)
         else:
             found.add(half, result)
 
 
 class Quarantine:
-    """Counts failures for each prompt with its sampling parameters, in bounded memory.
+    """Counts failures for each pair of prompt and sampling parameters, in bounded memory.
 
     Only the engine's thread writes; any thread may read.
     """
 
     def __init__(self) -> None:
-        max_failures = 2  # the failures of a prompt with its sampling parameters after which it is refused
+        max_failures = 2  # after this many failures, equal requests are rejected
         self._culprits: Culprits[bytes] = Culprits(max_losses=max_failures, max_remembered=MAX_REMEMBERED)
 
     def note_failure(self, request: Request) -> None:
-        """Record a step that failed, probably because of this request."""
+        """Record that a step failed, probably because of this request."""
         self._culprits.note_loss(_digest(request))
 
     def holds(self, request: Request) -> bool:
-        """Whether equal requests have failed too often to try this one."""
+        """Whether the request is rejected, because equal requests have failed too often."""
         return len(self._culprits) > 0 and self._culprits.is_culprit(_digest(request))
 
 

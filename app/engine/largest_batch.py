@@ -1,4 +1,4 @@
-"""The step that needs the most memory within the scheduler's limits. `app/model` sizes memory by this step."""
+"""The step that needs the most memory within the scheduler's limits. `app/model` sizes memory for this step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from app.engine.state_pool import NO_STATE, StatePath
 
 
 def largest_batch(limits: SchedulerConfig, model_info: ModelInfo, *, block_size: int) -> StepBatch:
-    """Return a batch with the most sequences and tokens that a step may have, and with the most expensive options.
+    """Return a batch with as many sequences and tokens as a step may have, and with the most expensive options.
 
-    All sequences use block 0 and state slot 0. Every sequence draws a token with all filters, a penalty, a grammar
-    and log-probabilities. The longest sequence also scores its prompt, and wants an embedding if the model supports it.
+    All sequences use block 0 and state slot 0. Each draws a token with all filters, a penalty, a grammar and
+    log-probabilities. The longest one also scores its prompt, and requests an embedding if the model supports it.
     """
     max_logprobs = 20  # the maximum that the API accepts
     sampling = SamplingParams(
@@ -49,10 +49,10 @@ def largest_batch(limits: SchedulerConfig, model_info: ModelInfo, *, block_size:
 
 
 def sequence_lengths(limits: SchedulerConfig, *, longest: int) -> list[int]:
-    """Return the number of tokens of each sequence: a few long sequences, and single tokens for all others.
+    """Return the lengths of a few long sequences, followed by sequences with a single token.
 
-    Single tokens count because attention stores partial results for them. The prefill chunk may be raised while a
-    replica runs, so the chunk size does not limit the lengths.
+    Single tokens matter because attention stores partial results for them. The prefill chunk does not limit the
+    lengths, because it may be raised while a replica is running.
     """
     spare = limits.max_step_tokens - limits.max_running
     num_long, rest = divmod(spare, longest - 1)

@@ -1,4 +1,4 @@
-"""The effect of penalties and biases on the logits of one sequence, updated with each token. No torch here."""
+"""The changes of penalties and biases to one sequence's logits, updated with each token. Does not use torch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from app.engine.request import SamplingParams
 class LogitAdjustments:
     """The tokens with changed logits, as arrays that a sampler reads in place.
 
-    The work of a step does not depend on the length of prompt and output. The memory is 8 bytes for each generated
-    token if there is any penalty, 8 bytes for each token of prompt and output if there is a repetition penalty, and
-    about 100 bytes for each distinct generated token if there is a presence or frequency penalty.
+    The work per step does not depend on the length of the prompt and output. With any penalty, memory use is 8 bytes
+    per generated token. A repetition penalty adds 8 bytes per prompt and output token. A presence or frequency penalty
+    adds about 100 bytes per distinct generated token.
     """
 
     def __init__(self, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._sampling = sampling
         self.repetition_penalty = sampling.repetition_penalty
-        # The tokens of prompt and output, with duplicates. The repetition penalty applies once to each distinct token.
+        # Prompt and output tokens, with duplicates. The repetition penalty is applied once to each distinct token.
         self.seen = array("q", prompt_token_ids if self.repetition_penalty != 1.0 else ())
-        self.generated = array("q")  # all generated tokens, if there is any penalty
-        self.deducted = array("q")  # the distinct generated tokens, if there is a presence or frequency penalty
-        self.deductions = array("f")  # the number added to the logit of each token in `deducted`
+        self.generated = array("q")  # all generated tokens; only filled with a penalty
+        self.deducted = array("q")  # the distinct generated tokens; only filled with a presence or frequency penalty
+        self.deductions = array("f")  # the (negative) number to add to the logit of each token in `deducted`
         self.biased = array("q", [token for token, _ in sampling.logit_bias])
         self.biases = array("f", [bias for _, bias in sampling.logit_bias])
         self._places: dict[int, int] = {}  # the index of each generated token in `deducted`
-        self._counts = array("q")  # how often each token in `deducted` was generated
+        self._counts = array("q")  # how many times each token in `deducted` was generated
 
     def follow(self, generated_token_ids: Sequence[int]) -> None:
         """Count the tokens that were generated since the last call. All generated tokens must be known."""
         new = generated_token_ids[len(self.generated) :]
-        assert min(new, default=0) >= 0, "penalties need known tokens"
+        assert min(new, default=0) >= 0, "penalties require known tokens"
         self.generated.extend(new)
         if self.repetition_penalty != 1.0:
             self.seen.extend(new)

@@ -1,4 +1,4 @@
-"""The tokens that may be drawn next, as one bit for each token of the vocabulary. No torch here."""
+"""The tokens that may be drawn next, as one bit for each token in the vocabulary. Does not use torch."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from app.engine.request import Request
 
 
 class Matcher(Protocol):
-    """The state of one request's grammar, which decides the tokens that may follow the generated ones."""
+    """The state of one request's grammar, which decides which tokens may follow the generated ones."""
 
     @property
     def ignored_keywords(self) -> Sequence[str]:
-        """The places of schema keywords that the matcher ignores, for the client."""
+        """The locations of the schema keywords that the matcher ignores, for the client."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why the matcher can compute no more allowed tokens, for the client. The request ends. None: no failure."""
+        """Why the matcher can no longer compute allowed tokens, for the client, or None. A failure ends the request."""
         ...
 
     def allowed(self) -> bytes:
         """Return the tokens that may be drawn, always at least one. Token t is bit t % 8 of byte t // 8.
 
-        A second call returns the same bytes.
+        Calls return the same bytes until `advance`.
         """
         ...
 
     def prepare(self) -> None:
-        """Compute the result of the next `allowed` in advance. Any thread may call, but only one at a time."""
+        """Compute the result of the next `allowed` in advance. Any thread may call, but not concurrently."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """Advance by a drawn token. Fast, because `prepare` or `allowed` computes the tokens that may follow."""
+        """Advance by a drawn token. Fast: the next allowed tokens are only computed by `prepare` or `allowed`."""
         ...
 
     def after(self, token_id: int) -> Matcher:
-        """Return a copy that has advanced by one more token. The copy has failed if the token is not allowed."""
+        """Return a copy that has advanced by one more token. If the token is not allowed, the copy has failed."""
         ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first on, the grammar allows in a row."""
+        """Return how many of these tokens the grammar allows in a row, starting with the first one."""
         ...
 
     def forced(self, at_most: int) -> list[int]:
-        """Return the most probable next tokens, at most `at_most`, if the grammar allows only one text. Often empty."""
+        """Return up to `at_most` of the most probable next tokens, if the grammar allows only one text. Often empty."""
         ...
 
 
 class Matchers(Protocol):
-    """Creates the matchers of requests."""
+    """Creates matchers for requests."""
 
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
-        """Return the matcher of a request's grammar, advanced past the generated tokens; None without a grammar.
+        """Return a matcher for a request's grammar, advanced past its generated tokens, or None without a grammar.
 
-        The future raises InvalidRequest if the grammar cannot be used, and Overloaded if too many other grammars wait.
+        The future raises InvalidRequest if the grammar cannot be used, and Overloaded if too many others are waiting.
         """
         ...
 
     def prepare(self) -> None:
-        """Start the preparations that the first grammar would otherwise wait for, without blocking."""
+        """Start the preparations that the first grammar would otherwise have to wait for. Does not block."""
         ...
 
     def close(self) -> None:
@@ -101,12 +101,12 @@ class TokenSet:
 
 @lru_cache(maxsize=8)
 def _bits_of(token_ids: tuple[int, ...], vocab_size: int) -> bytes:
-    """Return the bits of a set of tokens. Cached: all prompts of a request share one set, and 16,384 bits take 1 ms."""
+    """Return a set of tokens as bits. Cached, because all prompts of a request share one set; 16,384 bits take 1 ms."""
     return with_tokens(bytes(-(-vocab_size // 8)), token_ids)
 
 
 def allowed_after_bans(matcher: Matcher, banned_token_ids: Iterable[int]) -> bytes:
-    """Return the tokens that a matcher allows, without banned ones. If no token is left, the bans do not apply."""
+    """Return the tokens that a matcher allows, except banned ones. The bans do not apply if no token would be left."""
     allowed = matcher.allowed()
     left = without_tokens(allowed, banned_token_ids)
     return left if any_token(left) else allowed
@@ -129,12 +129,11 @@ def without_tokens(allowed: bytes, token_ids: Iterable[int]) -> bytes:
 
 
 def has_token(allowed: bytes, token_id: int) -> bool:
-    """Return whether the bit of this token is set."""
     return bool(allowed[token_id >> 3] & 1 << (token_id & 7))
 
 
 def tokens_of(allowed: bytes, *, at_most: int) -> list[int]:
-    """Return the tokens whose bit is set, ascending, or an empty list if there are more than `at_most`."""
+    """Return the tokens whose bits are set, in ascending order, or an empty list if there are more than `at_most`."""
     bits = int.from_bytes(allowed, "little")
     found: list[int] = []
     while bits and len(found) < at_most:
@@ -144,5 +143,4 @@ def tokens_of(allowed: bytes, *, at_most: int) -> list[int]:
 
 
 def any_token(allowed: bytes) -> bool:
-    """Return whether any bit is set."""
     return allowed.count(0) < len(allowed)

@@ -1,4 +1,4 @@
-"""The interface of a model runner, which computes the batches that an engine schedules. No torch here."""
+"""The interface of a model runner, which computes the batches that an engine schedules. Does not use torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class PendingStep(Protocol):
     """A step that the device may still be computing."""
 
     def draw(self, batch: StepBatch) -> None:
-        """Draw the tokens of a step launched with `lacks_history`. `batch` is the step's batch with the history."""
+        """Draw the tokens of a step that was launched with `lacks_history`. `batch` is its batch, now with history."""
         ...
 
     def result(self) -> StepResult:
-        """Block until the step is done and return its result. Called once, after the tokens are drawn."""
+        """Block until the step is done and return its result. Called once, after `draw` if the batch lacks history."""
         ...
 
 
 class BlockCopies(Protocol):
-    """Copies whole blocks between KV memory and a host buffer. The methods block until a copy is done."""
+    """Copies whole blocks between KV memory and a host buffer. Each method blocks until its copy is done."""
 
     states: BlockCopies | None = None  # copies the state slots of recurrent layers, with each slot as a block
 
     def take(self, block_id: int, buffer: memoryview) -> bool:
-        """Copy the bytes of a block to the buffer. Returns False if the engine has given up the memory."""
+        """Copy a block to the buffer. Returns False if the engine has released the memory."""
         ...
 
     def put(self, block_id: int, buffer: memoryview) -> bool:
-        """Copy the buffer to a block that no step reads. Returns False if the engine has given up the memory."""
+        """Copy the buffer to a block that no step is using. Returns False if the engine has released the memory."""
         ...
 
 
@@ -46,21 +46,24 @@ class BlockMemory(ABC):
 
     @abstractmethod
     def new_buffer(self) -> memoryview:
-        """Return a new host buffer for the bytes of one block."""
+        """Return a new host buffer for one block."""
 
     @abstractmethod
     def copies(self) -> AbstractContextManager[BlockCopies]:
-        """Start copying beside the steps. Copies see earlier steps' results. No later step may use a target block."""
+        """Open a context for copying while steps run. Copies see the results of all earlier steps.
+
+        A block that is passed to `put` must not be used by any step in the meantime.
+        """
 
 
 class ModelRunner(ABC):
     """Turns a batch into tokens. A runner must implement `run`; all other methods are optional."""
 
-    launches = False  # whether a device computes while the host continues; if so, the engine calls `launch`
-    adapts = False  # whether the runner supports LoRA adapters; if not, the engine loads none
-    can_sleep = False  # whether `sleep` gives up the memory
-    num_padding_tokens = 0  # padding tokens computed since the start, if steps have only a few sizes
-    num_steps_without_graph = 0  # steps since the start that were not replayed from a graph, if the device has graphs
+    launches = False  # whether the engine may call `launch`, because a device computes while the host continues
+    adapts = False  # whether the runner supports LoRA adapters
+    can_sleep = False  # whether `sleep` releases memory
+    num_padding_tokens = 0  # padding tokens computed so far, if steps have only a few sizes
+    num_steps_without_graph = 0  # steps so far that were not replayed from a graph, if the device uses graphs
     backend: ChosenBackend | None = None  # the GPU backend, if any
 
     @abstractmethod
@@ -72,39 +75,39 @@ class ModelRunner(ABC):
         """
 
     def prepare(self) -> None:
-        """Do the slow preparations of the first step in advance, in the thread that computes. May take seconds."""
+        """Do the slow preparations for the first step in advance, in the thread of `run`. May take seconds."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Start computing the batch. Steps run in the order of their launch.
+        """Start computing the batch. Steps run in the order in which they were launched.
 
-        A negative token id -1 - n in the batch stands for the n-th token that the previously launched step draws. If
+        A negative token id -1 - n in the batch stands for the n-th token drawn by the previously launched step. If
         `batch.lacks_history`, no token is drawn before `PendingStep.draw`.
         """
-        raise NotImplementedError(f"{type(self).__name__} launches no steps")
+        raise NotImplementedError(f"{type(self).__name__} does not support launching steps")
 
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
         """Load an adapter. Returns the object for `ScheduledSequence.adapter`. Any thread may call, even during a step.
 
-        The runner calls `make_room`, which may unload another adapter, after reading the files and before allocating
-        memory. Raises UnsupportedAdapter and the errors of `make_room`.
+        After reading the files and before allocating memory, the runner calls `make_room`, which may unload another
+        adapter. Raises UnsupportedAdapter and the errors of `make_room`.
         """
-        raise NotImplementedError(f"{type(self).__name__} computes with no adapters")
+        raise NotImplementedError(f"{type(self).__name__} does not support adapters")
 
     def unload_adapter(self, adapter: object) -> None:
-        """Unload an adapter that no later step uses. Steps in flight may still use the adapter. Any thread may call."""
+        """Unload an adapter that no later step will use. Steps in flight may still use it. Any thread may call."""
 
     def kv_memory(self) -> BlockMemory | None:
-        """Return the KV memory, or None if the runner sleeps or other threads cannot copy it. Any thread may call."""
+        """Return the KV memory, or None if the runner sleeps or does not support copies. Any thread may call."""
         return None
 
     def sleep(self) -> None:
-        """Give up the memory of weights and KV. The engine runs no step before `wake`."""
+        """Release the memory of weights and KV. The engine runs no step until `wake`."""
 
     def wake(self) -> None:
         """Restore the weights and allocate empty KV memory, which may take seconds. Called in the thread of `run`."""
 
     def check(self) -> None:
-        """Raise DeviceLost if another process of this runner has ended. Any thread may call."""
+        """Raise DeviceLost if one of this runner's other processes has ended. Any thread may call."""
 
     def close(self) -> None:
-        """End the other processes of this runner. Do not use the runner afterwards."""
+        """Stop this runner's other processes. Do not use the runner afterwards."""

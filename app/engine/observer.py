@@ -1,4 +1,4 @@
-"""The events of an engine. The step log, the measurements, the snapshots and the tuner observe them."""
+"""The events of an engine, which are observed by the step log, the measurements, the snapshots and the tuner."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from app.engine.trace.entries import FailureKind
 
 
 class EndedStep(NamedTuple):
-    """A step whose results have been processed."""
+    """A step whose results were processed."""
 
     batch: StepBatch  # empty if nothing was computed
     deltas: list[TokenDelta]  # the deltas that callers receive
-    at: float  # the end of the step, in seconds of the engine's clock
-    seconds: float  # the step's duration without the overlap with the previous step
-    gap_s: float  # the time between two tokens: since the previous step ended, or since this one began if none ran
+    at: float  # when the step ended, in seconds of the engine's clock
+    seconds: float  # the step's duration, excluding its overlap with the previous step
+    gap_s: float  # time between two tokens: since the end of the previous step, or since this step began after a pause
 
 
 class StepObserver:
@@ -41,7 +41,7 @@ class StepObserver:
         """The prefix cache was cleared."""
 
     def slept(self) -> None:
-        """The engine fell asleep: no request runs, the cache is empty, and no batch is made until the engine wakes."""
+        """The engine fell asleep: no request runs, the cache is empty, and no batch is scheduled until it wakes up."""
 
     def woke(self) -> None:
         """The engine woke up."""
@@ -50,16 +50,16 @@ class StepObserver:
         """A call of `Engine.step` began. The call ends with `step_ended`, or with `failed` if the device fails."""
 
     def scheduled(self, batch: StepBatch) -> None:
-        """The scheduler made this batch, which may be empty."""
+        """The scheduler returned this batch, which may be empty."""
 
     def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Sequence[int] = ()) -> None:
         """The model runner computed this batch and drew one token for each item of `batch.sampled`.
 
-        With drafts, `token_ids` has only the kept tokens, and `num_kept` their number for each sequence.
+        With drafts, `token_ids` contains only the kept tokens, and `num_kept` is their number for each sequence.
         """
 
     def failed(self, how: FailureKind, sequences: Iterable[EngineSequence] = ()) -> None:
-        """A step failed, and these sequences end because of the failure."""
+        """A step failed, and these sequences will end because of it."""
 
     def step_ended(self, step: EndedStep) -> None:
         """The results of a step were processed."""

@@ -1,4 +1,4 @@
-"""Scheduling policies decide which waiting sequence runs next and which running sequence is preempted first.
+"""Scheduling policies decide which waiting sequence joins next and which running sequence is preempted first.
 
 To add a policy, add its settings to `app/config/scheduler.py`, a class to this module, and a case to `make_policy`.
 """
@@ -15,24 +15,24 @@ from app.engine.sequence import EngineSequence
 from app.engine.waiting_queue import LazyHeap, PolicyQueue
 from app.fair import FairQueue, FairShares
 
-# Under `sjf`, the tokens of work that one second of waiting outweighs.
+# With `sjf`, one second of waiting outweighs this many tokens of work.
 AGEING_TOKENS_PER_S = 1000.0
-# Under `sjf`, a request never overtakes one that arrived more than this many seconds earlier. This limit applies to
-# requests of more than 30,000 tokens; smaller requests have a lower limit, their work at the rate above.
+# With `sjf`, no request is overtaken by one that arrives more than this many seconds later. Requests with less work
+# than 30,000 tokens have a lower limit: their work, converted to seconds at the above rate.
 MAX_OVERTAKING_S = 30.0
-# Under `priority`, the seconds of waiting that outweigh one class. A caller that wants a larger distance between two
-# classes skips numbers: the priorities 0 and 6 are a minute apart.
+# With `priority`, this many seconds of waiting outweigh a difference of 1. Clients can skip numbers to increase the
+# distance between two classes of requests: the priorities 0 and 6 are a minute apart.
 AGEING_S = 10.0
-# The deadline that orders a request without a deadline among the others.
+# Requests without a deadline are ordered as if they had this deadline.
 DEFAULT_DEADLINE_S = 60.0
-# A generated token needs a step, while one step computes many prompt tokens. Sheng et al. use the same weights.
+# Each generated token needs a step, while one step computes many prompt tokens. Sheng et al. use the same weights.
 PROMPT_WEIGHT, GENERATED_WEIGHT = 1.0, 2.0
 
 OrderKey = tuple[float, ...]
 
 
 def make_policy(config: PolicyConfig) -> SchedulingPolicy:
-    """Return a new policy without state of earlier policies."""
+    """Return a new policy with no state from an earlier one."""
     match config.name:
         case "fcfs":
             return FirstComeFirstServed()
@@ -52,23 +52,23 @@ def make_policy(config: PolicyConfig) -> SchedulingPolicy:
 class SchedulingPolicy(ABC):
     """An order of sequences, and the events that update the order.
 
-    Most orders are a rank that does not change while a sequence waits. If waiting improves the rank (ageing), the rank
-    contains the arrival time, so that the comparison of two sequences is the same at any time. The queue is therefore
-    never sorted again, and the cost of a step does not grow with the number of waiting sequences.
+    In most policies, a sequence's rank does not change while it waits. If waiting improves the rank (ageing), the rank
+    is based on the arrival time, so that two sequences compare equally at any time. The queue never needs to be sorted
+    again, and the cost of a step does not grow with the number of waiting sequences.
 
-    Every policy puts background requests behind all others, by arrival. A background request joins only if no other
-    request waits. It is preempted first, for memory and for any other request that waits for a slot. Its computed
-    tokens stay in the prefix cache until they are evicted.
+    Every policy ranks background requests after all others, by arrival. A background request joins only if no other
+    request is waiting. It is preempted first, both for memory and for foreground requests that wait for a slot. Its
+    computed tokens stay in the prefix cache until they are evicted.
     """
 
     preempts = False  # whether a waiting foreground sequence may preempt a running foreground sequence
     counts_steps = False  # whether `computed` does anything
-    refuses_late = False  # whether a waiting sequence is refused once it can no longer meet its deadline
+    refuses_late = False  # whether a waiting sequence is rejected once it can no longer meet its deadline
 
     def order_key(self, sequence: EngineSequence) -> OrderKey:
-        """Return the sequence's rank. Called when the sequence begins to wait and again when the sequence joins.
+        """Return the sequence's rank. Called when the sequence starts waiting and again when it joins.
 
-        The waiting sequence of the lowest rank goes first. The running sequence of the highest rank is preempted first.
+        The waiting sequence with the lowest rank joins first. The running one with the highest rank is preempted first.
         """
         if sequence.request.is_background:
             return (1.0, sequence.arrival)
@@ -76,42 +76,42 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def foreground_key(self, sequence: EngineSequence) -> OrderKey:
-        """Return the rank of a foreground sequence among the foreground sequences. The lowest rank goes first."""
+        """Return a foreground sequence's rank among all foreground sequences. The lowest rank joins first."""
 
     def new_queue(self) -> PolicyQueue:
         """Return an empty queue in this order."""
         return LazyHeap(self.order_key)
 
     def may_preempt(self, waiting: EngineSequence, running: EngineSequence) -> bool:
-        """Return whether `waiting` may take the slot of `running`, which then waits behind `waiting`."""
+        """Whether `waiting` may take the slot of `running`, which must then wait again."""
         return running.request.is_background and not waiting.request.is_background
 
     def joined(self, sequence: EngineSequence) -> None:
-        """Account for a sequence that has started to run, for the first time or after a preemption."""
+        """Account for a sequence that has joined, for the first time or after a preemption."""
 
     def has_new_order(self, running: Sequence[EngineSequence]) -> bool:
-        """Return whether the order keys of running sequences must be computed again. Called before each step."""
+        """Whether the order keys of running sequences must be recomputed. Called before each step."""
         return False
 
     def computed(self, batch: StepBatch, num_kept: Sequence[int] = ()) -> None:
-        """Account for a step whose results have been processed. `num_kept`: see `StepResult`."""
+        """Account for a step whose results were processed. `num_kept`: see `StepResult`."""
 
 
 # ---------------------------------------------------------------------- orders by rank
 
 
 class FirstComeFirstServed(SchedulingPolicy):
-    """Orders sequences by arrival. A preempted sequence keeps its rank, so no sequence starves."""
+    """Orders sequences by arrival. Preempted sequences keep their rank, so none of them starves."""
 
     def foreground_key(self, sequence: EngineSequence) -> OrderKey:
         return (sequence.arrival,)
 
 
 class ShortestJobFirst(SchedulingPolicy):
-    """The least estimated work (prompt and predicted output tokens) goes first, with ageing.
+    """The sequence with the least estimated work (prompt and predicted output tokens) joins first, with ageing.
 
-    The rank is the arrival time plus a handicap in seconds that grows with the work. A sequence can be overtaken only
-    by sequences that arrive within its handicap. No handicap exceeds `MAX_OVERTAKING_S`, which bounds starvation under
+    The rank is the arrival time plus a handicap in seconds that grows with the work. A sequence can only be overtaken
+    by sequences that arrive within its handicap. No handicap exceeds `MAX_OVERTAKING_S`, so no sequence starves under
     any load.
     """
 
@@ -121,10 +121,10 @@ class ShortestJobFirst(SchedulingPolicy):
 
 
 class PriorityFirst(SchedulingPolicy):
-    """The lowest priority number goes first, then the earliest arrival, with ageing.
+    """The sequence with the lowest priority number joins first, then the earliest arrival, with ageing.
 
-    One class outweighs `AGEING_S` seconds of waiting. A request that is `n` classes better overtakes only if it arrives
-    at most `n * AGEING_S` seconds later, which bounds starvation.
+    A difference of `n` in priority is worth `n * AGEING_S` seconds of waiting. A request can only overtake one that
+    arrived less than this time before it, so no request starves.
     """
 
     preempts = True
@@ -136,7 +136,7 @@ class PriorityFirst(SchedulingPolicy):
     def may_preempt(self, waiting: EngineSequence, running: EngineSequence) -> bool:
         if waiting.request.is_background or running.request.is_background:
             return super().may_preempt(waiting, running)
-        # Requires a better class and a better rank. With a worse rank, the preempted sequence would return at once.
+        # The rank must be better too, because the preempted sequence would otherwise join again immediately.
         return waiting.request.priority < running.request.priority and waiting.order_key < running.order_key
 
 
@@ -144,9 +144,9 @@ class PriorityFirst(SchedulingPolicy):
 
 
 class FairShare(SchedulingPolicy):
-    """The tenant with the fewest served tokens goes first: the virtual token counter of Sheng et al. (2024).
+    """The tenant with the fewest served tokens is next: the virtual token counter of Sheng et al. (2024).
 
-    A tenant is charged for every computed prompt token and every generated token.
+    Tenants are charged for each computed prompt token and each generated token.
     """
 
     counts_steps = True
@@ -155,11 +155,11 @@ class FairShare(SchedulingPolicy):
         self.shares = FairShares(max_idle=10_000)
 
     def foreground_key(self, sequence: EngineSequence) -> OrderKey:
-        # The key is set when the sequence joins. The running sequence whose key has the highest counter goes last.
+        # Set when a sequence joins. The running sequence whose tenant had the highest counter then is preempted first.
         return (self.shares.served(sequence.request.tenant), *self.own_key(sequence))
 
     def own_key(self, sequence: EngineSequence) -> OrderKey:
-        """Return the sequence's rank among the sequences of its tenant. The earliest arrival goes first."""
+        """Return the sequence's rank among its tenant's sequences. The earliest arrival joins first."""
         return (sequence.arrival,)
 
     def new_queue(self) -> PolicyQueue:
@@ -167,8 +167,8 @@ class FairShare(SchedulingPolicy):
 
     def joined(self, sequence: EngineSequence) -> None:
         if sequence.request.is_background:
-            return  # a background request uses spare capacity, so its tenant is not charged
-        # A tenant is not charged for tokens that are computed again after a preemption.
+            return  # background requests use spare capacity, so their tenants are not charged
+        # Tenants are not charged for tokens that are recomputed after a preemption.
         num_tokens = 0 if sequence.num_preemptions else sequence.num_uncomputed_tokens
         self.shares.serve(sequence.request.tenant, num_tokens * PROMPT_WEIGHT)
 
@@ -180,15 +180,15 @@ class FairShare(SchedulingPolicy):
 
 
 class EarliestDeadlineFirst(FairShare):
-    """Fair shares of tenants; within a tenant, the earliest deadline goes first (Liu and Layland, 1973).
+    """Fair shares for tenants. Within a tenant, the earliest deadline comes first (Liu and Layland, 1973).
 
     A short deadline moves a request ahead of the same tenant's other requests, but not ahead of other tenants. If only
     one tenant has requests, they are ordered by deadline.
 
-    Without refusals, this order is the worst of all under overload, because it serves requests that are about to be
-    late. The policy therefore refuses a request that can no longer finish in time, and the engine ends a request whose
-    deadline has passed. A request without a deadline is never refused. To prevent starvation, it is ordered as if its
-    deadline were `DEFAULT_DEADLINE_S`.
+    Under overload, this order would be the worst of all, because it serves requests that are about to be late.
+    Therefore, a request is rejected when it can no longer finish in time, and ended when its deadline has passed. A
+    request without a deadline is never rejected. To avoid starvation, it is ordered as if its deadline were
+    `DEFAULT_DEADLINE_S`.
     """
 
     refuses_late = True
@@ -198,13 +198,13 @@ class EarliestDeadlineFirst(FairShare):
         self._is_by_deadline = True  # whether at most one tenant had requests before the last step
 
     def has_new_order(self, running: Sequence[EngineSequence]) -> bool:
-        waiting = self.shares.waiting  # without idle tenants
+        waiting = self.shares.waiting
         is_alone = len(waiting) < 2 and len({*waiting, *_tenants_of(running)}) < 2
         before, self._is_by_deadline = self._is_by_deadline, is_alone
         return is_alone != before
 
     def foreground_key(self, sequence: EngineSequence) -> OrderKey:
-        # A single tenant needs no counter: the running sequence with the latest deadline is preempted first.
+        # Without a counter, the running sequence with the latest deadline is preempted first.
         return (0.0, *self.own_key(sequence)) if self._is_by_deadline else super().foreground_key(sequence)
 
     def own_key(self, sequence: EngineSequence) -> OrderKey:
@@ -217,7 +217,7 @@ def _tenants_of(sequences: Sequence[EngineSequence]) -> set[str]:
 
 
 class _TenantsQueue:
-    """Orders tenants by served tokens and a tenant's sequences by `own_key`. Background sequences come last."""
+    """Orders tenants by served tokens, and each tenant's sequences by `own_key`. Background sequences come last."""
 
     def __init__(self, policy: FairShare) -> None:
         self._foreground: FairQueue[EngineSequence] = FairQueue(

@@ -1,4 +1,4 @@
-"""Blocks of KV memory, the prefixes that they hold, and the snapshots of states after these prefixes."""
+"""Blocks of KV memory, the prefixes that they hold, and snapshots of the states after these prefixes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hashlib import blake2b
 class Prefix:
     """A sequence's tokens from the start to the end of a full block.
 
-    Every `Prefix` object is unique, even if an earlier one had equal tokens. While `block.prefix is prefix`, the block
-    has not been handed out again.
+    Prefixes are compared by identity: a new `Prefix` object differs from an earlier one with the same tokens. While
+    `block.prefix is prefix`, the block was not allocated again.
     """
 
-    parent: Prefix | str  # the prefix without the last block; for the first block, the caller's salt
+    parent: Prefix | str  # the prefix without the last block, or the prefix salt if there is only one block
     token_ids: tuple[int, ...]  # the tokens of the last block
     block: Block  # the block that held the last tokens when this prefix was cached
-    tenant: str = ""  # the tenant of the request that computed the prefix first
-    name: bytes = b""  # the name in other processes, set when first needed; see `block_store`
-    last_used_minute: int = 0  # the minute, since 1970, in which the store last recorded a use of this prefix
-    snapshot: Snapshot | None = None  # the states after the prefix, for a model with recurrent layers; see `StatePool`
+    tenant: str = ""  # the tenant of the request that first computed the prefix
+    name: bytes = b""  # the name in all processes, set when first needed (see `block_store`)
+    last_used_minute: int = 0  # the minute since 1970 in which the store last recorded a use of this prefix
+    snapshot: Snapshot | None = None  # the states after the prefix, for a model with recurrent layers (`StatePool`)
 
     num_blocks: int = field(init=False)  # blocks from the start
-    # A 64-bit digest of the salt and all tokens, equal in every process. Digests of two prefixes may collide.
+    # A 64-bit digest of the salt and all tokens, the same in every process. Different prefixes may have equal digests.
     digest: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens from the start."""
+        """Number of tokens from the start."""
         return self.num_blocks * len(self.token_ids)
 
     @property
@@ -47,7 +47,7 @@ class Prefix:
 
     @property
     def key(self) -> tuple[Prefix | str, tuple[int, ...]]:
-        """The key of this prefix in the pool's cache."""
+        """This prefix's key in the pool's cache."""
         return self.parent, self.token_ids
 
 
@@ -55,8 +55,8 @@ class Prefix:
 class Block:
     """A fixed number of token slots.
 
-    While the content can be found and shared, a block of the first group has `prefix`, and a block of a window group
-    has `window_of`: the prefix whose last tokens the block holds, and the group.
+    While the block is cached, `prefix` is set in the first group. In a window group, `window_of` is set: the prefix
+    whose last tokens the block holds, and the group's number.
     """
 
     block_id: int
@@ -69,7 +69,7 @@ class Block:
 class Snapshot:
     """The states of all recurrent layers after a prefix, in a slot that is not written while the snapshot is held.
 
-    Every `Snapshot` object is unique. While `prefix.snapshot is snapshot`, the slot has not been reused.
+    Snapshots are compared by identity. While `prefix.snapshot is snapshot`, the slot was not reused.
     """
 
     prefix: Prefix
@@ -77,7 +77,7 @@ class Snapshot:
 
     @property
     def is_held(self) -> bool:
-        """Whether the slot still contains this snapshot. Any thread may ask."""
+        """Whether the slot still holds this snapshot. Any thread may call."""
         return self.prefix.snapshot is self
 
     @property
@@ -87,20 +87,20 @@ class Snapshot:
 
 
 def label_of_snapshot(num_tokens: int, last_block: Sequence[int]) -> tuple[int, ...]:
-    """Return the label of a snapshot stored outside the slots: its number of tokens, then the last block's token ids.
+    """Return the label of a snapshot outside the slots: its number of tokens, then the last block's token ids.
 
-    A state does not show how many tokens it covers, so the label is compared whenever a snapshot is read.
+    A state does not show which tokens it covers, so the label is compared whenever a snapshot is read.
     """
     return num_tokens, *last_block
 
 
 def root_digest(salt: str) -> int:
-    """Return the digest of the empty prefix. All processes compute the same digest, unlike the hash of a string."""
+    """Return the digest of the empty prefix. Unlike the hash of a string, it is the same in all processes."""
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def digests_of(token_ids: Sequence[int], *, salt: str, block_size: int) -> list[int]:
-    """Return the `Prefix.digest` of each prefix that ends at a full block."""
+    """Return `Prefix.digest` for each prefix that ends with a full block."""
     digests, digest = [], root_digest(salt)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         digest = hash((digest, tuple(token_ids[start : start + block_size])))

@@ -1,4 +1,4 @@
-"""The checks that decide whether a model can ever serve a request, independent of the current load."""
+"""Checks whether a model can ever serve a request, regardless of the current load."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _check_lengths(request: Request, model_info: ModelInfo) -> None:
         raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 0", param="max_tokens")
     if 0 < max_tokens <= len(request.generated_token_ids):
         raise InvalidRequest(
-            f"{len(request.generated_token_ids):,} tokens are generated and max_tokens is {max_tokens:,}; "
+            f"{len(request.generated_token_ids):,} tokens were already generated and max_tokens is {max_tokens:,}; "
             f"nothing is left to generate",
             param="max_tokens",
         )
     if num_prompt + max_tokens > model_info.max_model_len:
         raise ContextTooLong(
-            f"prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}; "
+            f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}; "
             f"this model accepts {model_info.max_model_len:,} together",
             param="max_tokens",
         )
@@ -55,22 +55,23 @@ def _check_pooling(request: Request, model_info: ModelInfo) -> None:
     pooling = request.pooling
     if pooling is None:
         if not model_info.generates:
-            raise InvalidRequest("this model is an encoder and generates no text; ask another", param="model")
+            raise InvalidRequest("this model is an encoder and generates no text; choose another model", param="model")
         return
     if pooling.uses_head and not (model_info.scores_pairs or model_info.labels):
-        raise InvalidRequest("this model gives no scores of pairs or labels; ask another", param="model")
+        raise InvalidRequest("this model does not score pairs or labels; choose another model", param="model")
     if not pooling.uses_head and model_info.embedding_size is None:
-        raise InvalidRequest("this model gives no embeddings; ask another", param="model")
+        raise InvalidRequest("this model does not support embeddings; choose another model", param="model")
     if pooling == Pooling.CLS and model_info.generates:
-        raise InvalidRequest("the first token of this model sees no other; CLS pooling needs an encoder", param="model")
+        raise InvalidRequest("this model generates text, but CLS pooling needs an encoder; choose one", param="model")
     if request.sampling.max_tokens:
         raise InvalidRequest(
-            f"max_tokens is {request.sampling.max_tokens}; a request for an embedding generates nothing",
+            f"max_tokens is {request.sampling.max_tokens}; it must be 0 in a request for an embedding or a score",
             param="max_tokens",
         )
     if request.second_text_at and not 0 < request.second_text_at < len(request.prompt_token_ids):
         raise InvalidRequest(
-            f"second_text_at is {request.second_text_at}; the prompt has {len(request.prompt_token_ids):,} tokens",
+            f"second_text_at is {request.second_text_at}; it must be above 0 and below the prompt's "
+            f"{len(request.prompt_token_ids):,} tokens",
             param="prompt",
         )
 
@@ -83,12 +84,12 @@ def _check_grammar(grammar: Grammar, sampling: SamplingParams, model_info: Model
         )
     if sampling.allowed_token_ids:
         raise InvalidRequest(
-            f"allowed_token_ids and {grammar.param} both say which tokens may be drawn; send one of them",
+            f"allowed_token_ids and {grammar.param} cannot be combined; send only one of them",
             param="allowed_token_ids",
         )
     if not model_info.eos_token_ids:
         raise InvalidRequest(
-            f"this model has no end token, so an output with a grammar could not end; leave {grammar.param} out",
+            f"this model has no end token, so an output with a grammar could never end; remove {grammar.param}",
             param=grammar.param,
         )
 
@@ -103,7 +104,7 @@ def _check_token_ids(request: Request, model_info: ModelInfo) -> None:
 
 
 def _token_ids(request: Request) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and the token ids of each field of a request that holds token ids."""
+    """Yield the name and content of each request field that contains token ids."""
     sampling = request.sampling
     yield "prompt", request.prompt_token_ids
     yield "generated_token_ids", request.generated_token_ids

@@ -1,4 +1,4 @@
-"""Applies the result of each step to its sequences: counts computed tokens, caches full blocks, adds new tokens."""
+"""Applies each step's result to its sequences: counts computed tokens, caches full blocks, and adds new tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from app.engine.sequence import EngineSequence, SequenceStatus
 
 
 class ResultProcessor:
-    """Turns drawn tokens into deltas. Calls `end` with each complete sequence and its number of generated tokens."""
+    """Turns drawn tokens into deltas. Calls `end` with each finished sequence and its number of generated tokens."""
 
     def __init__(self, pool: BlockPool, end: Callable[[EngineSequence, int], None]) -> None:
         self._pool = pool
         self._end = end
 
     def process(self, batch: StepBatch, result: StepResult, *, is_committed: bool) -> list[TokenDelta]:
-        """Apply the result of a computed batch. Return one delta for each request with new tokens or an end.
+        """Apply the result of a computed batch. Returns a delta for each request that has new tokens or has ended.
 
-        The result of a batch with drafts holds the accepted tokens. The KV of rejected drafts is not counted: the next
-        step overwrites it. If `is_committed`, the tokens replace the placeholders of `InFlight.commit`.
+        For a batch with drafts, the result contains only accepted tokens. The KV of rejected drafts does not count and
+        is overwritten by the next step. If `is_committed`, the tokens replace the placeholders of `InFlight.commit`.
         """
         has_states, epoch = self._pool.states is not None, batch.epoch
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
@@ -38,7 +38,7 @@ class ResultProcessor:
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_ids = next(drawn) if item.samples else ()
             if sequence.status is finished:
-                continue  # aborted, expired or failed while the step ran
+                continue  # aborted, expired or failed while the step was running
             end = item.start + len(token_ids if has_drafts else item.token_ids)  # cheaper than `item.end`
             is_decoding = has_states and sequence.is_decoding
             generated = sequence.generated_token_ids
@@ -68,7 +68,7 @@ class ResultProcessor:
         return _with_scores(deltas, scores) if scores else deltas
 
     def _advance_states(self, sequence: EngineSequence, end: int, *, generates: bool) -> None:
-        """Advance the recurrent states of a sequence to the state after `end` tokens, and publish its new snapshots."""
+        """Advance a sequence's recurrent states to the state after `end` tokens, and publish its new snapshots."""
         states, size = sequence.states, self._pool.block_size
         assert self._pool.states is not None, "the model has recurrent layers"
         assert states is not None, "the sequence runs"
@@ -76,7 +76,7 @@ class ResultProcessor:
         self._pool.states.advance(states, end, with_snapshot, generates=generates)
 
     def cache_full_blocks(self, sequence: EngineSequence, num_computed_tokens: int) -> None:
-        """Let other sequences share the blocks that the computed tokens fill; free the blocks that left a window."""
+        """Cache the blocks that the computed tokens fill, to share them. Free the blocks that have left a window."""
         size, windows = self._pool.block_size, sequence.windows
         for index in range(len(sequence.prefixes), num_computed_tokens // size):
             parent = sequence.prefixes[-1] if sequence.prefixes else sequence.request.prefix_salt
@@ -96,7 +96,7 @@ class ResultProcessor:
         num_generated: int,
         logprobs: tuple[TokenLogprobs, ...],
     ) -> TokenDelta:
-        """Return the delta of new tokens. End the sequence if the last token ends it; no other token can."""
+        """Return the delta for new tokens. Only the last of them can be an end token, which ends the sequence."""
         request = sequence.request
         if sequence.matcher is not None:
             for token_id in token_ids:
@@ -121,7 +121,7 @@ class ResultProcessor:
         )
 
     def _computed(self, sequence: EngineSequence) -> TokenDelta:
-        """End a sequence that generates nothing, once its prompt is computed, and return its last delta."""
+        """End a sequence that generates nothing, after its prompt was computed, and return its last delta."""
         embedding = _embedding(sequence)
         self._end(sequence, 0)
         return TokenDelta(
@@ -140,7 +140,7 @@ def _kept(result: StepResult) -> Iterator[tuple[int, ...]]:
 
 
 def _pool(sequence: EngineSequence, result: StepResult) -> None:
-    """Add the pooled hidden states of a step to the sum in `EngineSequence.pooled`."""
+    """Add a step's pooled hidden states to `EngineSequence.pooled`."""
     new = result.pooled.get(sequence.request.request_id)
     if new is not None:
         before = sequence.pooled
@@ -148,14 +148,14 @@ def _pool(sequence: EngineSequence, result: StepResult) -> None:
 
 
 def _embedding(sequence: EngineSequence) -> bytes | None:
-    """Return the embedding of a computed sequence; None in a replay, which has no hidden states."""
+    """Return the embedding of a computed sequence, or None in a replay, which computes no hidden states."""
     if sequence.pooled is None:
         return None
     divisor = sequence.num_prompt_tokens if sequence.request.pooling == Pooling.MEAN else 1
     return array("f", [value / divisor for value in sequence.pooled]).tobytes()
 
 
-Predicted = dict[str, tuple[int, int]]  # by request id: numbers of accepted and rejected drafts from its prediction
+Predicted = dict[str, tuple[int, int]]  # accepted and rejected drafts from a request's prediction, by request id
 
 
 def _predicted(batch: StepBatch, result: StepResult) -> Predicted:
@@ -177,14 +177,14 @@ Scores = dict[str, tuple[TokenLogprobs, ...]]  # log-probabilities of prompt tok
 
 
 def _newly_scored(batch: StepBatch, result: StepResult) -> Scores:
-    """Return the log-probabilities of prompt tokens that were not scored before, and count these tokens as scored."""
+    """Return the log-probabilities of newly scored prompt tokens, and count these tokens as scored."""
     scores: Scores = {}
     if not batch.has_targets:
         return scores
     for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
         if not item.targets or sequence.is_finished:
             continue
-        # A step that was launched before a preemption may have scored the first targets already.
+        # A step that was launched before a preemption may have already scored the first targets.
         num_known = sequence.num_scored_tokens - (item.first_target - 1)
         new = result.prompt_logprobs.get(item.request_id, ())[num_known:]
         sequence.num_scored_tokens += max(0, len(item.targets) - num_known)
@@ -194,7 +194,7 @@ def _newly_scored(batch: StepBatch, result: StepResult) -> Scores:
 
 
 def _with_scores(deltas: list[TokenDelta], scores: Scores) -> list[TokenDelta]:
-    """Add the scores to the deltas of their requests. A request without a delta gets one with its scores."""
+    """Add the scores to their requests' deltas. A request without a delta gets one that contains only the scores."""
     scored_deltas = [
         structs.replace(delta, prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
         for delta in deltas

@@ -1,4 +1,4 @@
-"""The running sequences in order of rank, and the blocks that they own."""
+"""The running sequences in rank order, and the blocks that they own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _order_key = attrgetter("order_key")
 
 
 class _Match(NamedTuple):
-    """The cached blocks of a sequence's prefix. The match is valid while every block still has the noted prefix."""
+    """The cached blocks of a sequence's prefix. Valid while each block still stores the prefix recorded here."""
 
     sequence: EngineSequence
     blocks: list[Block]
@@ -31,15 +31,15 @@ def _have_prefixes(blocks: Sequence[Block], prefixes: Sequence[Prefix | None]) -
 
 
 class RunningSequences:
-    """Gives blocks to running sequences and takes the blocks back. The last sequence in order is preempted first."""
+    """Allocates the blocks of running sequences and frees them. The last sequence in order is preempted first."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.in_order: list[EngineSequence] = []  # read-only for callers
-        self.epoch = 0  # how often sequences have given up their blocks
+        self.epoch = 0  # how many times a sequence's blocks were freed
         self.num_background = 0  # running sequences of background requests
-        self.num_predicted = 0  # running sequences whose request has a prediction of the output
-        self._match: _Match | None = None  # result of the last prefix lookup
+        self.num_predicted = 0  # running sequences whose request includes a prediction of the output
+        self._match: _Match | None = None  # the last prefix lookup
 
     def __len__(self) -> int:
         return len(self.in_order)
@@ -55,11 +55,11 @@ class RunningSequences:
     # ------------------------------------------------------------------ joining and leaving
 
     def blocks_to_join(self, sequence: EngineSequence) -> tuple[list[Block], int]:
-        """Return a sequence's cached prefix blocks, and the number of free blocks that its known tokens need."""
+        """Return a sequence's cached prefix blocks, and how many free blocks it needs to hold its known tokens."""
         cached = self._cached_prefix(sequence)
         if sequence.request.pooling == Pooling.MEAN:  # the mean needs the hidden states of every token
             cached = []
-        if sequence.is_scoring:  # a cached block yields no log-probabilities: skip only blocks already scored
+        if sequence.is_scoring:  # cached blocks yield no log-probabilities, so reuse only the blocks already scored
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
         cached = self._pool.with_states(self._pool.with_windows(cached))
         num_blocks = self._pool.num_blocks_after(cached, sequence.num_tokens)
@@ -67,7 +67,7 @@ class RunningSequences:
         return cached, num_blocks + self._pool.num_free_among(cached) + self._pool.num_free_among(in_windows)
 
     def _cached_prefix(self, sequence: EngineSequence) -> list[Block]:
-        # The first waiting sequence asks in every step until it joins, so the last match is not hashed again.
+        # The first waiting sequence is looked up at every step until it joins. Reusing the last match avoids rehashing.
         known: Sequence[Block] = ()
         last = self._match
         if last is not None and last.sequence is sequence and _have_prefixes(last.blocks, last.prefixes):
@@ -96,16 +96,15 @@ class RunningSequences:
             sequence.states.num_matched_tokens = num_matched * self._pool.block_size
 
     def add(self, sequence: EngineSequence) -> None:
-        """Insert a sequence by its rank."""
         insort(self.in_order, sequence, key=_order_key)
         self.num_background += sequence.request.is_background
         self.num_predicted += bool(sequence.request.prediction_token_ids)
 
     def remove(self, sequence: EngineSequence) -> None:
-        """Remove a sequence and free its blocks; its computed tokens count as uncomputed."""
-        # The list is sorted, so bisection finds the sequence; list.remove would compare half of the list.
+        """Remove a sequence and free its blocks. All of its tokens then count as uncomputed."""
+        # Bisection uses the order of the list; list.remove would compare half of the list on average.
         index = bisect_left(self.in_order, sequence.order_key, key=_order_key)
-        while self.in_order[index] is not sequence:  # several sequences may have an equal rank
+        while self.in_order[index] is not sequence:  # several sequences may have the same rank
             index += 1
         del self.in_order[index]
         self.num_background -= sequence.request.is_background
@@ -129,7 +128,7 @@ class RunningSequences:
         return self._pool.can_allocate(self.num_missing_blocks(sequence, num_tokens))
 
     def extend(self, sequence: EngineSequence, num_tokens: int) -> None:
-        """Give a sequence the blocks for `num_tokens` more tokens; `has_room_for` must hold."""
+        """Allocate a sequence's blocks for `num_tokens` more tokens. `has_room_for` must be true."""
         blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
         sequence.extend_blocks(blocks[::num_groups])
         if sequence.windows is not None:
@@ -138,7 +137,7 @@ class RunningSequences:
     def num_draftable(self, sequence: EngineSequence, *, is_short: bool) -> int:
         """Return how many drafts a sequence has room for. The last token before `max_tokens` is never a draft.
 
-        is_short: use no more blocks than the sequence already has.
+        is_short: whether blocks are short, so that drafts must fit into the blocks that the sequence already owns.
         """
         num_free = 0 if is_short else self._pool.num_free // self._pool.num_groups
         num_slots = (len(sequence.blocks) + num_free) * self._pool.block_size
@@ -149,23 +148,23 @@ class RunningSequences:
         return min(number, self._pool.states.num_free // len(self.in_order) - 1)  # every draft needs a state slot
 
     def num_missing_blocks(self, sequence: EngineSequence, num_tokens: int) -> int:
-        """Return how many more blocks, in all groups together, the sequence needs for `num_tokens` more tokens."""
+        """Return how many more blocks, over all groups, the sequence needs for `num_tokens` more tokens."""
         num_blocks = self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens)
         return (num_blocks - len(sequence.blocks)) * self._pool.num_groups
 
     # ------------------------------------------------------------------ states
 
     def can_begin(self, cached: Sequence[Block], *, num_ended: int = 0) -> bool:
-        """Whether enough state slots are free for a sequence that begins after these cached blocks.
+        """Whether enough state slots are free for a sequence that starts after these cached blocks.
 
-        num_ended: number of running sequences that end before the sequence begins.
+        num_ended: number of running sequences that will be preempted before the sequence starts.
         """
         states = self._pool.states
         prefix = cached[-1].prefix if cached else None
         return states is None or states.has_room(prefix, num_freed=SLOTS_OF_SEQUENCE * num_ended)
 
     def state_path(self, sequence: EngineSequence, num_tokens: int) -> StatePath:
-        """Return the state slots that a sequence uses in a step that computes `num_tokens` of its tokens."""
+        """Return the state slots for a step that computes `num_tokens` of a sequence's tokens."""
         pool, states, start = self._pool.states, sequence.states, sequence.num_computed_tokens
         assert pool is not None, "the model has recurrent layers"
         assert states is not None, "the sequence runs"
@@ -174,13 +173,13 @@ class RunningSequences:
         return pool.path(states, start, start + num_tokens, marks, has_drafts=has_drafts)
 
     def _snapshot_marks(self, sequence: EngineSequence, start: int, end: int) -> list[int]:
-        """Return the lengths in (start, end], multiples of the block size, at which the state is worth a snapshot."""
+        """Return the lengths in (start, end] that are worth a snapshot of the state, multiples of the block size."""
         size = self._pool.block_size
         if sequence.is_decoding:
             return list(range(size * (start // size + 1), end + 1, size))
         assert self._pool.states is not None, "the model has recurrent layers"
         assert sequence.states is not None, "the sequence runs"
-        # The point where this prompt branches off a cached one, and the points where an equal or longer prompt resumes.
+        # Where this prompt branches off a cached one, and where an equal or a longer prompt would resume.
         wanted = {
             sequence.states.num_matched_tokens,
             *(size * (number // size) for number in (sequence.num_tokens - 1, sequence.num_tokens)),
@@ -198,7 +197,7 @@ class RunningSequences:
         may_preempt: Callable[[EngineSequence, EngineSequence], bool],
         max_running: int,
     ) -> list[EngineSequence]:
-        """Return the sequences to preempt so that `waiting` can run; none if preemption cannot make enough room."""
+        """Return the sequences to preempt so that `waiting` can run, or none if preemption cannot make enough room."""
         if not self.in_order or self.last.order_key <= waiting.order_key:
             return []
         cached, num_blocks = self.blocks_to_join(waiting)
@@ -214,4 +213,4 @@ class RunningSequences:
                 num_slots += 1
                 num_free += sum(block.num_owners == 1 for block in running.all_blocks())
         is_enough = num_slots > 0 and num_free >= num_blocks and self.can_begin(cached, num_ended=len(victims))
-        return victims if is_enough else []  # preempting would not help
+        return victims if is_enough else []

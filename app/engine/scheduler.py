@@ -1,8 +1,8 @@
-"""Decides which tokens every step computes, and when each sequence ends. No torch here, no threads, no clock.
+"""Decides which tokens each step computes and when each sequence ends. Uses no torch, threads or clock.
 
-One rule is taken from vLLM's V1 scheduler: there is no prefill phase and no decode phase. A step divides a token
-budget so that each sequence's computed tokens catch up with its known tokens. Chunked prefill (Sarathi, Agrawal et
-al., 2023), prefix hits, preempted sequences and decoding sequences share one code path.
+As in vLLM's V1 scheduler, there is no prefill phase and no decode phase. Each step divides a token budget among the
+sequences, so that their computed tokens catch up with their known tokens. Chunked prefill (Sarathi, Agrawal et al.,
+2023), prefix hits, preempted sequences and decoding sequences share one code path.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 from app.output_lengths import OutputLengths
 
-# Maximum number of background prompt tokens in a step that also serves foreground requests. On a GPU, a decode step
-# waits for memory and computes 64 more tokens in nearly equal time. On a CPU, 64 is an eighth of the default step.
+# Maximum number of background prompt tokens in a step that also serves foreground requests. On a GPU, decoding is
+# limited by memory bandwidth, so 64 more tokens are almost free. On a CPU, they are an eighth of the default step.
 BACKGROUND_PREFILL_TOKENS = 64
 
 
 class Scheduler:
     """Owns every sequence from its arrival to its end, and the blocks of running sequences.
 
-    `schedule` and `update` are separate so that a model can run between them: every scheduled batch must be updated or
-    failed before the next batch is scheduled, unless the batch was committed (`InFlight.commit`). At most one committed
-    batch may lack its `update`. Times are in seconds of one monotonic clock.
+    The model runs between `schedule` and `update`. Every scheduled batch must be passed to `update` or `fail` before
+    the next one is scheduled, unless it was committed (`InFlight.commit`). At most one committed batch may be waiting
+    for its `update`. All times are in seconds of one monotonic clock.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Scheduler:
         store: BlockStore | None = None,
         launches_ahead: bool = False,
     ) -> None:
-        """takes_whole_prompts: compute each prompt in one step.
+        """takes_whole_prompts: whether each prompt is computed in one step.
 
-        Without a drafter nothing is speculated. Without a store, blocks exist only in the pool.
+        Without a drafter, no step contains drafts. Without a store, blocks exist only in the pool.
         """
         self.config = config  # contains the configured limits
-        self.limits = StepLimits.of(config)  # the limits in force; lower limits preempt no running sequence
+        self.limits = StepLimits.of(config)  # the current limits; lowering them preempts no running sequence
         self._settings = config.version
         self.pool = pool
         self._strategy = make_strategy(config.strategy)
         self._policy = make_policy(config.policy)
         self.drafter = drafter
-        self._launches_ahead = launches_ahead  # whether the caller launches steps ahead
+        self._launches_ahead = launches_ahead  # whether the caller launches a step before the previous step's result
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
@@ -84,8 +84,8 @@ class Scheduler:
         self._running = RunningSequences(pool)
         self.fetches = PrefixFetches(pool, store)
         self._preempted: list[EngineSequence] = []  # sequences preempted since the last step was scheduled
-        self._ended: list[TokenDelta] = []  # deltas of sequences that ended without a step, until `update` returns them
-        # The median: a higher estimate would refuse requests that could meet their deadlines.
+        self._ended: list[TokenDelta] = []  # deltas of sequences that ended without a step, for the next `update`
+        # By median, because a higher estimate would reject requests that could meet their deadlines.
         self._lengths = OutputLengths(by_median=True)
         self._mean_length_error = 0.0  # tokens, absolute; a moving average
         self.throughput = Throughput()
@@ -98,7 +98,7 @@ class Scheduler:
         return bool(self._sequences or self._ended)
 
     def due_at(self, now: float) -> float | None:
-        """Return when `schedule` next has work if no request arrives: up to `now` means at once, None never."""
+        """Return when `schedule` next has work if no request arrives, or None for never. `now` means immediately."""
         if len(self._running) or self._ended:
             return now
         times = (
@@ -109,11 +109,10 @@ class Scheduler:
         return min((at for at in times if at is not None), default=None)
 
     def expires_at(self, now: float) -> float | None:
-        """Return when the next request ends without a step because of its deadline: at once if not after `now`."""
+        """Return when a request next ends without a step: `now` if one has ended, None if none has a deadline."""
         return now if self._ended else self._deadlines.next_at
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request with this id is waiting or running."""
         return request_id in self._sequences
 
     # ------------------------------------------------------------------ arrivals and ends
@@ -123,8 +122,8 @@ class Scheduler:
     ) -> None:
         """Queue a request that arrived at `now`.
 
-        The request's id must be new, and its tokens must fit into the pool when it runs alone. `matcher` must have
-        advanced past the request's generated tokens. `adapter` is released when the request ends.
+        The request's id must not be in use, and its tokens must fit into the pool when it runs alone. `matcher` must
+        have advanced past the request's generated tokens. `adapter` is released when the request ends.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
         num_expected_tokens = self._expected_tokens(request)
@@ -157,16 +156,16 @@ class Scheduler:
     def _expected_tokens(self, request: Request) -> int | None:
         sampling = request.sampling
         if not (sampling.ends_at_eos or sampling.stop_token_ids):
-            return sampling.max_tokens  # no token can end the output earlier
+            return sampling.max_tokens  # no stop token can end the output earlier
         return self._lengths.expected(request.length_classes, at_least=sampling.min_tokens, at_most=sampling.max_tokens)
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end generation. Requests without their own stop tokens share one set."""
+        """Return the tokens that end generation. Requests without stop tokens of their own share one set."""
         eos_token_ids = self._eos_token_ids if sampling.ends_at_eos else frozenset[int]()
         return eos_token_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos_token_ids
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request for its caller and return its last delta; None if it has ended already."""
+        """Abort a request. Returns its last delta, or None if it has already ended."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -175,7 +174,7 @@ class Scheduler:
         return TokenDelta(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
 
     def fail(self, batch: StepBatch) -> list[str]:
-        """End every request of a batch whose step raised, and return the ids of these requests."""
+        """End every request of a batch whose step failed, and return their ids."""
         failed = [sequence for sequence in batch.sequences if not sequence.is_finished]
         for sequence in failed:
             self._totals.failed += 1
@@ -183,7 +182,7 @@ class Scheduler:
         return [sequence.request.request_id for sequence in failed]
 
     def fail_one(self, sequence: EngineSequence, error: CarouselError) -> None:
-        """End one request of a batch while the other requests continue. The next `update` returns its last delta."""
+        """End only this request of a batch. The next `update` returns its last delta."""
         if not sequence.is_finished:
             self._totals.failed += 1
             self._finish_with(sequence, error)
@@ -199,7 +198,7 @@ class Scheduler:
         self._ended.append(delta)
 
     def _finish_complete(self, sequence: EngineSequence, num_generated: int) -> None:
-        """End a sequence that has its last token, and learn from its length."""
+        """End a sequence that is complete, and learn from its output length."""
         self._totals.finished += 1
         self._finish(sequence)
         self._lengths.learn(sequence.request.length_classes, num_generated)
@@ -225,11 +224,11 @@ class Scheduler:
     # ------------------------------------------------------------------ schedule
 
     def schedule(self, now: float, *, is_ahead: bool = False) -> StepBatch:
-        """Return the batch of the next step: first the running sequences, then the waiting sequences that may join.
+        """Return the batch for the next step: first the running sequences, then the waiting sequences that may join.
 
-        The batch is empty while the strategy waits for arrivals or for a timer; see `due_at`. `is_ahead` means that the
-        previous step is in flight. Tokens that are not known yet are then placeholders (see `InFlight.commit`), and the
-        batch may be empty although sequences run.
+        The batch is empty while the strategy waits for arrivals or a timer (see `due_at`). If `is_ahead`, the previous
+        step is still in flight. Unknown tokens are then placeholders (see `InFlight.commit`), and the batch may be
+        empty even though sequences are running.
         """
         if not len(self._running):
             self.throughput.is_paused = True
@@ -245,7 +244,7 @@ class Scheduler:
         builder = self._new_builder(plan)
         self._schedule_running(builder, self._participants(is_ahead=is_ahead))
         num_running = len(builder.sequences)
-        # A preemption for blocks means that memory is short: a sequence that joined now would be preempted next.
+        # After a preemption for blocks, memory is short, and a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
         joined = builder.sequences[num_running:]
         if self.drafter is not None and not is_ahead:
@@ -259,20 +258,19 @@ class Scheduler:
 
     @property
     def _max_rows(self) -> int | None:
-        """Maximum tokens of a step with drafts, limited by the device's rows of logits; None: no limit."""
+        """Maximum tokens in a step with drafts, because each needs a row of logits on the device; None for no limit."""
         return self.config.max_running if self._launches_ahead else None
 
     def hopes_for_drafts(self) -> bool:
-        """Whether the next step probably has drafts if it waits for the tokens of the running step."""
+        """Whether the next step will probably have drafts if it waits for the tokens of the step in flight."""
         return self.drafter is not None and hopes_for_drafts(self.drafter, self._running, max_rows=self._max_rows)
 
     @property
     def _num_places(self) -> int:
-        """Number of slots for sequences in the next step.
+        """Number of slots for sequences in the next step. A sequence that waits for a fetch reserves a slot.
 
-        A sequence that waits for a fetch reserves a slot. If the limit was lowered below the number of running
-        sequences, all of them keep their slots: a lower limit preempts nothing. One
-        sequence may still displace another.
+        If the limit was lowered below the number of running sequences, all of them keep their slots. One sequence may
+        still displace another.
         """
         return max(self.limits.max_running - len(self.fetches), len(self._running))
 
@@ -300,7 +298,7 @@ class Scheduler:
         )
 
     def _has_foreground(self, plan: StepPlan) -> bool:
-        """Whether the step may compute a foreground request. Every policy puts background requests last."""
+        """Whether the step may compute a foreground request. Every policy ranks background requests last."""
         first = self._running.in_order[:1]
         if plan.num_admissible:
             first = [*first, self._waiting.peek(plan.bucket(0))]
@@ -317,9 +315,9 @@ class Scheduler:
     # -- running sequences
 
     def _participants(self, *, is_ahead: bool) -> list[EngineSequence]:
-        """Return a new list of running sequences, without those that get their last token in the step in flight."""
+        """Return a new list of running sequences, excluding those whose last token is drawn by the step in flight."""
         if is_ahead:
-            # `or 1`: a sequence that generates nothing takes part until its prompt is computed.
+            # `or 1` keeps a sequence that generates nothing, until its prompt is computed.
             return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
         return list(self._running)
 
@@ -330,17 +328,20 @@ class Scheduler:
             num_behind -= 1
             if builder.has_preempted and not sequence.is_running:
                 continue  # it was preempted for a sequence earlier in the order
-            if sequence.is_decoding:  # fast path of the common case: one more token, and rarely another block
+            if sequence.is_decoding:  # fast path for the common case: one more token, and rarely another block
                 if sequence.num_computed_tokens % block_size or self._make_room(sequence, 1, builder):
                     builder.add_decoding(sequence)
                 continue
-            # Reserve one token for each later sequence, so that a long prompt never stops another sequence's decoding.
+            # Reserve one token for each later sequence, so that a long prompt never stalls another sequence's decoding.
             num_tokens = builder.chunk(sequence, num_reserved=num_behind)
             if num_tokens > 0 and self._make_room(sequence, num_tokens, builder):
                 builder.add_prefill(sequence, num_tokens)
 
     def _make_room(self, sequence: EngineSequence, num_tokens: int, builder: BatchBuilder) -> bool:
-        """Give the sequence the blocks it needs, preempting from the end. Return False if it was preempted itself."""
+        """Allocate the blocks for `num_tokens` more tokens, preempting the lowest-ranked sequences if blocks are short.
+
+        Returns False if the sequence itself was preempted.
+        """
         while not self._running.has_room_for(sequence, num_tokens):
             builder.has_preempted = True
             victim = self._running.last
@@ -352,7 +353,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: EngineSequence) -> None:
-        """Take back the blocks of a running sequence. It then waits at its old position and is recomputed later."""
+        """Release a running sequence's blocks and queue it at its old position. Its tokens are recomputed later."""
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
@@ -372,9 +373,9 @@ class Scheduler:
     # -- waiting sequences
 
     def _admit(self, builder: BatchBuilder, plan: StepPlan, now: float) -> WaitReason:
-        """Add waiting sequences to the step, in order, while they may join. Return why the next one does not join.
+        """Add waiting sequences to the step, in order, while they may join. Return why the next one cannot join.
 
-        No sequence overtakes the first one, which waits until there is room for all of its known tokens.
+        The first sequence waits until all of its known tokens have room, and no later sequence overtakes it.
         """
         for number in range(plan.num_admissible):
             bucket = plan.bucket(number)
@@ -401,7 +402,7 @@ class Scheduler:
         return WaitReason.SLOTS if len(self._running) >= self.limits.max_running else WaitReason.STRATEGY
 
     def _join(self, sequence: EngineSequence, cached: list[Block], bucket: int) -> None:
-        """Start the first waiting sequence after its cached prefix. There must be room for all of its tokens."""
+        """Start the first waiting sequence after its cached prefix. The pool must have room for all of its tokens."""
         self._running.share(sequence, cached)
         self._waiting.pop(bucket)
         if sequence.num_preemptions == 0:
@@ -417,10 +418,10 @@ class Scheduler:
         self._strategy.joined(sequence)
 
     def _to_preempt_for_waiting(self, num_places: int) -> list[EngineSequence]:
-        """Return the running sequences to preempt for waiting ones: the policy's choice, or background ones."""
+        """Return the running sequences to preempt for waiting ones, as the policy permits, or background sequences."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
-        # If a background request runs, it has the last rank, and every policy lets foreground requests replace it.
+        # Background requests rank last, and every policy lets foreground requests preempt them.
         if not (self._policy.preempts or self._running.last.request.is_background):
             return []
         first = self._waiting.peek()
@@ -430,7 +431,7 @@ class Scheduler:
         return victims + self._more_background_to_preempt(victims, num_places)
 
     def _more_background_to_preempt(self, victims: list[EngineSequence], num_places: int) -> list[EngineSequence]:
-        """Return further background sequences to preempt, so that a burst of foreground requests joins in one step."""
+        """Return more background sequences to preempt, so that a burst of foreground requests can join in one step."""
         num_slots = num_places - len(self._running) + len(victims)
         num_missing = self._waiting.num_foreground - num_slots
         if num_slots <= 0 or num_missing <= 0:
@@ -441,7 +442,7 @@ class Scheduler:
     # ------------------------------------------------------------------ update
 
     def with_history(self, batch: StepBatch) -> StepBatch:
-        """Complete a batch that lacked history, once the step before it is updated."""
+        """Complete a batch that lacked history, after `update` has processed the previous step."""
         scheduled = [
             with_history(item, sequence, self._eos_token_ids) if item.lacks_history else item
             for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
@@ -451,13 +452,13 @@ class Scheduler:
     def update(
         self, batch: StepBatch, result: StepResult, *, now: float, is_committed: bool = False
     ) -> list[TokenDelta]:
-        """Process a step's result. Return the deltas: first of sequences that ended without a step, then of the batch.
+        """Process a step's result. Returns the deltas of sequences that ended without a step, then those of the batch.
 
-        A sequence that ends here may already be in the next batch, which then draws a token that is discarded.
+        A sequence that ends here may already be in the next batch. The token that this batch draws for it is discarded.
         """
         num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
-        self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
+        self._finish_overdue(now)  # tokens that arrive after the deadline are not delivered
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
@@ -485,8 +486,8 @@ class Scheduler:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Use new settings from the next step on. No request is lost.
 
-        A strategy or policy with unchanged settings keeps its state. Running sequences continue; if more run than the
-        new `max_running`, the last in order are preempted.
+        A strategy or policy with unchanged settings keeps its state. Running sequences continue; those beyond the new
+        `max_running` are preempted.
         """
         is_new_policy, is_new_strategy = config.policy != self.config.policy, config.strategy != self.config.strategy
         self.config, self._settings = config, config.version
@@ -531,7 +532,7 @@ class Scheduler:
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Prompt and predicted output tokens still to compute for all requests. Any thread may read this."""
+        """Prompt and predicted output tokens that remain to be computed for all requests. Thread-safe."""
         return self._waiting.work + sum([each.remaining_work for each in list(self._running)])
 
     # ------------------------------------------------------------------ for views
@@ -542,11 +543,11 @@ class Scheduler:
         return self._running.in_order
 
     def first_waiting(self, number: int) -> list[EngineSequence]:
-        """Return the next sequences to join, see `WaitingQueue.first`."""
+        """See `WaitingQueue.first`."""
         return self._waiting.first(number)
 
     def expected_wait_s(self, num_tokens: int) -> float:
-        """Return how long a request behind `num_tokens` of work waits until it joins, at the recent throughput."""
+        """Return how many seconds a request behind `num_tokens` of work waits to join, at the recent throughput."""
         tokens_per_s, ended_per_s = self.throughput.tokens_per_s, self.throughput.ended_per_s
         if not tokens_per_s:
             return 0.0

@@ -24,25 +24,24 @@ class SequenceStatus(Enum):
 
 
 class Windows:
-    """The blocks of one sequence in the window groups, with a list for each group, as `EngineSequence.blocks`.
+    """A sequence's blocks in the window groups: for each group, a list like `EngineSequence.blocks`.
 
-    A block that leaves its window is freed and replaced by None. Its id remains.
+    A block that leaves its window is freed and replaced by None in `blocks`. Its id stays in `ids`.
     """
 
     def __init__(self, num_released: int, found: Sequence[list[Block]]) -> None:
-        """found: the cached blocks with which the sequence begins, behind `num_released` blocks that it never needs."""
-        self.num_released = num_released  # blocks before the window in each group, counted from the start
+        """found: the cached blocks that the sequence starts with, after `num_released` blocks that it never needs."""
+        self.num_released = num_released  # number of leading blocks that are before the window in each group
         self.blocks = tuple([*repeat(None, num_released), *blocks] for blocks in found)
         self.ids = tuple([*repeat(0, num_released), *(block.block_id for block in blocks)] for blocks in found)
 
     def extend(self, groups: Iterable[list[Block]]) -> None:
-        """Append blocks to each group."""
         for own, ids, new in zip(self.blocks, self.ids, groups, strict=True):
             own.extend(new)
             ids.extend(block.block_id for block in new)
 
     def release_before(self, first: int) -> list[Block]:
-        """Give up the blocks before index `first` and return them; the caller frees them."""
+        """Remove and return the blocks before index `first`. The caller must free them."""
         given: list[Block] = []
         for own in self.blocks:
             given += [block for block in own[self.num_released : first] if block is not None]
@@ -55,27 +54,27 @@ class Windows:
 class EngineSequence:
     """The scheduler's mutable record of one request.
 
-    A sequence has no prefill state and no decode state, only two counters: a step brings `num_computed_tokens` (tokens
-    with KV in the cache) closer to `num_tokens` (prompt and generated tokens so far).
+    A sequence has no prefill or decode state, only two counters: each step brings `num_computed_tokens` (tokens with
+    KV in the cache) closer to `num_tokens` (prompt and generated tokens so far).
 
         prompt ................ generated .....
         |-- computed --|-- uncomputed --------|   num_tokens
 
-    The prompt stays in the request and is not copied, so a waiting sequence takes little more memory than its request.
+    The prompt is not copied from the request, so a waiting sequence takes little more memory than its request.
     """
 
     request: Request
     arrival: int  # order of arrival, unique
     arrived_at: float = 0.0  # seconds of the engine's clock
     end_token_ids: frozenset[int] = frozenset()  # any of these tokens ends generation
-    num_predicted_tokens: int = 0  # length of its output, as predicted when it arrived
+    num_predicted_tokens: int = 0  # the length of its output, as predicted when it arrived
     order_key: tuple[float, ...] = ()  # its rank in the scheduling policy's order, lowest first
-    matcher: Matcher | None = None  # set if only some tokens may be drawn; advanced past all processed tokens
+    matcher: Matcher | None = None  # set if only some tokens may be drawn; already advanced past all processed tokens
     adapter: HeldAdapter | None = None  # its request's adapter; released when the sequence ends
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
     needs_output_history: bool = field(init=False)  # see `SamplingParams`
-    # No step has penalties, biases or bans: draws depend only on logits and matcher.
+    # Whether no step has penalties, biases or bans, so that draws depend only on the logits and the matcher.
     has_plain_sampling: bool = field(init=False)
     wants_logprobs: bool = field(init=False)  # whether log-probabilities of generated tokens are requested
     num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, with known log-probabilities
@@ -83,20 +82,20 @@ class EngineSequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
     num_preemptions: int = 0
-    # `RunningSequences.epoch` when it last gave up its blocks. A step of an earlier epoch computes its tokens in blocks
-    # that may have new owners, so these tokens do not count as computed.
+    # `RunningSequences.epoch` when its blocks were last released. A step from an earlier epoch wrote its KV to the old
+    # blocks, which may have new owners, so the tokens of this step do not count as computed.
     epoch: int = 0
-    fetch_epoch: int = -1  # its epoch when a fetch was last considered, see `PrefixFetches`
+    fetch_epoch: int = -1  # its epoch when a fetch was last considered (see `PrefixFetches`)
     num_fetched_tokens: int = 0  # tokens whose KV was fetched from a store
-    fetch_s: float = 0.0  # time that the sequence has waited for fetches
+    fetch_s: float = 0.0  # seconds spent waiting for fetches
     blocks: list[Block] = field(default_factory=list)  # in token order
-    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; never shortened in place: steps read it
+    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; not shortened in place, because steps use it
     windows: Windows | None = None  # set while it runs, for a model with window groups
-    prefixes: list[Prefix] = field(default_factory=list)  # prefixes of its full, computed blocks
+    prefixes: list[Prefix] = field(default_factory=list)  # the prefixes that end with its full, computed blocks
     states: SequenceStates | None = None  # set while it runs, for a model with recurrent layers
-    adjustments: LogitAdjustments | None = None  # while it runs with penalties or biases; see `current_adjustments`
+    adjustments: LogitAdjustments | None = None  # set while it runs, for penalties or biases (`current_adjustments`)
     pooled: list[float] | None = None  # hidden states of the computed tokens, pooled for the embedding
-    drafts: SequenceDrafts | None = None  # set while it runs, once drafts were looked up for it
+    drafts: SequenceDrafts | None = None  # set while it runs, once drafts were looked up
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -110,18 +109,18 @@ class EngineSequence:
 
     @property
     def deadline_at(self) -> float | None:
-        """When the sequence expires, in seconds of the engine's clock; None: it has no deadline."""
+        """When the sequence expires, in seconds of the engine's clock, or None without a deadline."""
         deadline_s = self.request.deadline_s
         return None if deadline_s is None else self.arrived_at + deadline_s
 
     @property
     def estimated_work(self) -> int:
-        """Tokens to compute from arrival to end, prompt and output, as predicted when the sequence arrived."""
+        """Number of prompt and output tokens to compute in total, as predicted when the sequence arrived."""
         return self.num_prompt_tokens + self.num_predicted_tokens
 
     @property
     def remaining_work(self) -> int:
-        """Tokens still to compute, in the prompt and in the predicted output together."""
+        """Number of prompt and predicted output tokens that remain to be computed."""
         num_prompt_tokens = max(0, self.num_prompt_tokens - self.num_computed_tokens)
         return num_prompt_tokens + max(0, self.num_predicted_tokens - len(self.generated_token_ids))
 
@@ -139,7 +138,7 @@ class EngineSequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the last generated token is the only uncomputed one."""
+        """Whether the only uncomputed token is the last generated token."""
         return 0 < len(self.generated_token_ids) == self.num_computed_tokens - self.num_prompt_tokens + 1
 
     @property
@@ -155,13 +154,13 @@ class EngineSequence:
 
     @property
     def has_unknown_token(self) -> bool:
-        """Whether a step that still runs draws the last token (see `InFlight.commit`)."""
+        """Whether the last token is still being drawn by a step in flight (see `InFlight.commit`)."""
         generated = self.generated_token_ids
         return bool(generated) and generated[-1] < 0
 
     @property
     def lacks_history(self) -> bool:
-        """Whether the next draw depends on the last token, and this token is not known yet."""
+        """Whether the next draw depends on the last token, but this token is still unknown."""
         return self.needs_output_history and self.has_unknown_token
 
     @property
@@ -173,7 +172,7 @@ class EngineSequence:
         return self.status is SequenceStatus.FINISHED
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the known tokens at positions `start` to `end` of prompt and output together."""
+        """Return the known tokens at positions [start, end), counted over prompt and output."""
         num_prompt = self.num_prompt_tokens
         if end <= num_prompt:
             return self.request.prompt_token_ids[start:end]
@@ -182,7 +181,7 @@ class EngineSequence:
         return (*self.request.prompt_token_ids[start:], *self.generated_token_ids[: end - num_prompt])
 
     def current_adjustments(self) -> LogitAdjustments | None:
-        """Return how penalties and biases change the next logits. With penalties, all earlier tokens must be known."""
+        """Return the changes of penalties and biases to the next logits. With penalties, all tokens must be known."""
         sampling = self.request.sampling
         if self.adjustments is None and sampling.adjusts_logits:
             self.adjustments = LogitAdjustments(sampling, self.request.prompt_token_ids)
@@ -191,20 +190,20 @@ class EngineSequence:
         return self.adjustments
 
     def extend_blocks(self, blocks: list[Block]) -> None:
-        """Append blocks of the first group. The window groups then need as many blocks, see `Windows.extend`."""
+        """Append blocks of the first group. The window groups must be extended equally (see `Windows.extend`)."""
         self.blocks.extend(blocks)
         self.block_ids.extend(block.block_id for block in blocks)
 
     def all_blocks(self) -> list[Block]:
-        """Return the blocks of all groups, in token order."""
+        """Return all groups' blocks, in token order."""
         if self.windows is None:
             return self.blocks
         return [block for of_all in zip(self.blocks, *self.windows.blocks, strict=True) for block in of_all if block]
 
     def take_blocks(self) -> list[Block]:
-        """Give up all blocks and computed tokens, and return the blocks; the caller frees them.
+        """Remove and return all blocks, so that no token counts as computed. The caller must free the blocks.
 
-        Adjustments and drafts are dropped, so that only running sequences hold memory for them.
+        Adjustments and drafts are dropped, because only running sequences may use memory for them.
         """
         blocks = self.all_blocks()
         self.blocks, self.block_ids, self.prefixes = [], [], []

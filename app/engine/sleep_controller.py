@@ -1,4 +1,4 @@
-"""Decides when an engine sleeps and wakes. No torch here, no threads."""
+"""Decides when an engine sleeps and wakes. Uses no torch or threads."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ logger = logging.getLogger(__name__)
 
 
 class SleepController:
-    """Puts one engine to sleep when it has been idle for long, or when other engines wait for its memory.
+    """Puts an engine to sleep when it has been idle for a long time, or when other engines wait for its memory.
 
-    The engine's thread calls the methods. It must have taken the memory before (`DeviceLease.wait`).
+    Used by the engine's thread, after `DeviceLease.wait` has acquired the memory.
     """
 
     def __init__(self, engine: Engine, turns: DeviceLease, *, after_s: float, startup_s: float) -> None:
-        """after_s: idle seconds before the engine sleeps. startup_s: seconds that building the engine took."""
+        """after_s: idle seconds until the engine sleeps. startup_s: how many seconds it took to build the engine."""
         self._engine = engine
         self._turns = turns
         self._after_s = after_s
-        self._sleep_s = 0.0  # how long the engine took to go to sleep last time
+        self._sleep_s = 0.0  # how long the last `Engine.sleep` took
         self._idle_since: float | None = None
-        self._asked_at: float | None = None  # when the engine asked for memory; set while it waits
+        self._asked_at: float | None = None  # when the engine requested memory; set while it waits
         self._turn_ends_at: float | None = None  # set while other engines need its memory
-        self._num_before_turn = 0  # tokens and requests done before the turn began, see `_num_done`
-        self._has_changed = True  # whether another engine has changed a turn since the last `advance`
-        self.stats = SleepStats(last_wake_s=startup_s)  # replaced as a whole; any thread may read it
+        self._num_before_turn = 0  # `_num_done` when the turn began
+        self._has_changed = True  # whether the turns of the device have changed since the last `advance`
+        self.stats = SleepStats(last_wake_s=startup_s)  # only replaced as a whole; any thread may read it
         self._begin_turn()
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Have a thread call `on_change` after every change by another engine of the device, until `close`."""
+        """Start a thread that calls `on_change` after every change by another engine on the device, until `close`."""
         self._turns.listen(on_change)
 
     def note_change(self) -> None:
-        """Record that another engine of the device has changed its turn. Any thread may call this."""
+        """Record that another engine on the device has changed the turns. Any thread may call."""
         self._has_changed = True
 
     @property
     def due_in_s(self) -> float | None:
-        """Seconds until `advance` has work if nothing changes; 0: now; None: never."""
+        """Seconds until `advance` has work if nothing changes: 0 if it has work now, None if never."""
         if self._has_changed:
             return 0.0
         now = self._engine.now()
@@ -55,7 +55,7 @@ class SleepController:
         return max(0.0, self._asked_at + RECHECK_S - now) if self._engine.has_work else 0.0
 
     def advance(self) -> bool:
-        """Let the engine sleep or wake if it is time, which may take seconds. Return whether the engine did."""
+        """Put the engine to sleep or wake it if due, which may take seconds. Returns whether it did."""
         if self._engine.has_work:
             self._idle_since = None
         elif self._idle_since is None:
@@ -73,25 +73,25 @@ class SleepController:
         return True
 
     def close(self) -> None:
-        """Give the memory up for good: the engine is no longer used, and other engines may take its memory."""
+        """Release the memory permanently, so that other engines may use it. Do not use the engine afterwards."""
         self._turns.close()
 
     # ------------------------------------------------------------------ sleep
 
     def _sleeps_at(self, now: float) -> float:
-        """Return when the engine should go to sleep if nothing changes; infinite: never."""
+        """Return when the engine should go to sleep if nothing changes, or infinity for never."""
         if self._idle_since is None:
             ends_at = inf if self._turn_ends_at is None else self._turn_ends_at
-            # A turn ends only after some progress: otherwise engines could alternate forever without any progress.
+            # A turn only ends after some progress. Otherwise, engines could take turns forever without any progress.
             return ends_at if now < ends_at or self._has_done_something() else inf
         patience_s = self._after_s
         if self._turn_ends_at is not None:
-            # Wait as long as a switch takes, because another request may follow the last one.
+            # Wait for another request for as long as a switch would take.
             patience_s = min(patience_s, self._switch_s)
         return self._idle_since + patience_s
 
     def _has_done_something(self) -> bool:
-        """Whether the engine has made progress in this turn, or has nothing to compute because its strategy waits."""
+        """Whether the engine has made progress in this turn, or has nothing to compute at the moment."""
         return self._engine.idle_s != 0.0 or self._num_done() > self._num_before_turn
 
     def _num_done(self) -> int:
@@ -100,7 +100,7 @@ class SleepController:
 
     @property
     def _switch_s(self) -> float:
-        """Seconds of the last sleep and wake together; 0 before the first wake: a start does more than a wake."""
+        """Seconds that the last sleep and wake took together; 0 before the first wake, because startup takes longer."""
         stats = self.stats
         return self._sleep_s + stats.last_wake_s if stats.num_wakes else 0.0
 
@@ -115,15 +115,15 @@ class SleepController:
         stats = self.stats._replace(state=SleepState.ASLEEP, sleeping_s=sleeping_s)
         self.stats = stats._replace(num_turns_ended=stats.num_turns_ended + 1) if engine.has_work else stats
         if idle_since is None:
-            logger.info("asleep in %.2f s, as other engines wait for the memory; %d requests will be recomputed",
+            logger.info("fell asleep in %.2f s, because other engines need the memory; %d requests will be recomputed",
                         self._sleep_s, num_running)  # fmt: skip
         else:
-            logger.info("asleep in %.2f s, after %.1f s without a request", self._sleep_s, engine.now() - idle_since)
+            logger.info("fell asleep in %.2f s, after %.1f s idle", self._sleep_s, engine.now() - idle_since)
 
     # ------------------------------------------------------------------ wake
 
     def _wake(self) -> bool:
-        """Wake the engine if it has requests and gets the memory. If the wake raises, the memory remains taken."""
+        """Wake the engine if it has requests and it is its turn. If waking raises, it still holds the memory."""
         engine, now = self._engine, self._engine.now()
         if not engine.has_work:
             self._turns.leave()
@@ -146,13 +146,13 @@ class SleepController:
             waking_s=stats.waking_s + took_s,
             last_wake_s=took_s,
         )
-        logger.info("awake in %.2f s", took_s)
+        logger.info("woke up in %.2f s", took_s)
         self._idle_since = None
         self._begin_turn()
         return True
 
     def _note_wait(self, now: float) -> None:
-        """Add the time since the engine asked for memory to `SleepStats.queued_s`."""
+        """Add the time since the engine requested memory to `SleepStats.queued_s`."""
         if self._asked_at is not None:
             self.stats = self.stats._replace(queued_s=self.stats.queued_s + now - self._asked_at)
         self._asked_at = None

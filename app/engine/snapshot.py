@@ -1,7 +1,7 @@
 """The live view of an engine for people: its slots, queue, memory and steps. A view contains no prompts or outputs.
 
-Views cross processes as arrays of their fields: new fields go to the end and need a default. Times are milliseconds
-before the view was made, because the clocks of two machines need not agree.
+Between processes, views are encoded as arrays of their fields, so new fields must come last and have a default. Times
+are in milliseconds before the view was created, because the clocks of two machines may differ.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import msgspec
 
 
 class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
-    """One request in one slot, from when the request joined until it left. A preempted request has several entries."""
+    """A request's use of a slot, from when it joined until it left. A preempted request has several entries."""
 
     request_id: str
     tenant: str
@@ -19,22 +19,22 @@ class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
     slot: int  # the lowest slot that was free when the request joined
     arrived_ms: int
     joined_ms: int
-    first_token_ms: int | None  # the first token since the request joined; None while its prompt is computed
-    left_ms: int | None  # None while the request runs
+    first_token_ms: int | None  # the first token since the request joined; None while its prompt is being computed
+    left_ms: int | None  # None while the request is running
     why_left: str  # "preempted", or the finish reason
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     num_computed_tokens: int
-    num_given_tokens: int  # output tokens that another replica generated before
+    num_given_tokens: int  # output tokens that another replica has already generated
     num_generated_tokens: int  # including `num_given_tokens`
     num_blocks: int
     num_preemptions: int
-    num_fetched_tokens: int = 0  # prompt tokens read from a store before the request joined
-    fetch_ms: int = 0  # time that the request waited for this fetch
+    num_fetched_tokens: int = 0  # prompt tokens fetched from a store before the request joined
+    fetch_ms: int = 0  # how long the request waited for this fetch
 
 
 class QueueEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
-    """One waiting request, with its expected remaining wait."""
+    """A waiting request and its expected remaining wait."""
 
     request_id: str
     tenant: str
@@ -56,8 +56,8 @@ class StepSums(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_sequences: int = 0
     busy_ms: float = 0.0
     longest_ms: float = 0.0
-    most_tokens: int = 0  # the number of tokens of the largest step
-    ended_ms: tuple[int, ...] = ()  # when each step ended; only the last steps if there were many
+    most_tokens: int = 0  # number of tokens in the largest step
+    ended_ms: tuple[int, ...] = ()  # when each step ended; only the last ones if there were many
 
 
 class TuningView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -71,10 +71,10 @@ class TuningView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """An engine at one moment, and the slots that requests have left since the previous view.
+    """An engine's current state, and the slots that requests have left since the previous view.
 
-    A full view has a `SlotUse` for every slot in use. A later view has only three numbers (`reported`) for a slot with
-    no change apart from new tokens and blocks.
+    A full view contains a `SlotUse` for every slot in use. In later views, three numbers in `reported` replace it if
+    only tokens and blocks were added.
     """
 
     strategy: str
@@ -91,6 +91,6 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     slots: tuple[SlotUse, ...]  # slots in use that are not in `reported`, and slots that requests have left
     waiting: tuple[QueueEntry, ...]  # the first waiting requests, in the order in which they would join now
     settings: str = ""  # `SchedulerConfig.version` of all scheduling settings
-    reported: tuple[int, ...] = ()  # slot, num_generated_tokens and num_blocks of each slot, one slot after another
-    prefill_chunk_tokens: int = 0  # the limit in force, as `max_running` and `max_step_tokens`
+    reported: tuple[int, ...] = ()  # `slot`, `num_generated_tokens` and `num_blocks`, one slot after another
+    prefill_chunk_tokens: int = 0  # the current limit, like `max_running` and `max_step_tokens`
     tuning: TuningView | None = None  # None without targets

@@ -1,9 +1,9 @@
 """The slots for the states of recurrent layers, and the snapshots from which a cached prefix can be resumed.
 
-A recurrent layer keeps one state for a whole sequence in place of keys and values for each token. A state cannot be
-rewound, so a cached prefix is useful only if the state after the prefix was stored: a snapshot. Snapshots at chosen
-lengths follow SGLang's hybrid radix cache and vLLM's Mamba prefix caching. A step reads one slot and writes another
-one, so a snapshot copies nothing and a failed step can be computed again. No tensors here.
+A recurrent layer has one state for a whole sequence, instead of keys and values for each token. A state cannot be
+rewound, so a cached prefix is only useful if the state after it was stored: a snapshot. As in SGLang's hybrid radix
+cache and vLLM's Mamba prefix caching, snapshots are taken at selected lengths. A step reads one slot and writes another
+one, so a snapshot requires no copy and a failed step can be retried. Contains no tensors.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from dataclasses import dataclass, field
 
 from app.engine.prefix import Prefix, Snapshot
 
-NO_STATE = -1  # stands for the zero state before the first token
+NO_STATE = -1  # the zero state before the first token
 SLOTS_OF_SEQUENCE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StatePath:
-    """The slots that a step uses for the tokens of one sequence.
+    """The slots that a step uses for one sequence's tokens.
 
-    The state after the first `writes[i][0]` tokens is written to slot `writes[i][1]`. The last entry of `writes` is the
-    state after all tokens.
+    The state after the first `writes[i][0]` tokens is written to slot `writes[i][1]`. The last entry in `writes` is for
+    the state after all tokens.
     """
 
-    read: int  # slot with the state before the first token, or NO_STATE
+    read: int  # slot of the state before the first token, or NO_STATE
     writes: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True, eq=False)
 class SequenceStates:
-    """The slots that belong to one running sequence."""
+    """The slots of a running sequence."""
 
     own: tuple[int, int]  # two slots that no other sequence reads
-    current: int = NO_STATE  # slot with the state after all computed tokens: one of `own`, or a snapshot's slot
-    num_matched_tokens: int = 0  # length of the prefix with cached keys and values; snapshots may end earlier
-    new: list[tuple[int, int]] = field(default_factory=list)  # snapshots of the running step: (length in tokens, slot)
-    # The other slots that the running step writes, by the sequence's length in tokens. A step with drafts has a slot
-    # for each length, because the number of accepted drafts is known only at the end of the step.
+    current: int = NO_STATE  # slot of the state after all computed tokens: one of `own`, or a snapshot's slot
+    num_matched_tokens: int = 0  # length of the prefix with cached keys and values, which may exceed its last snapshot
+    new: list[tuple[int, int]] = field(default_factory=list)  # the current step's snapshots: (length in tokens, slot)
+    # The other slots that the current step writes, by the sequence's length in tokens. With drafts, each length has its
+    # own slot, because the number of accepted drafts is not known until the step has finished.
     behind: dict[int, int] = field(default_factory=dict)
-    latest: Prefix | None = None  # prefix of the newest snapshot, apart from the one at the branch
-    has_generated: bool = False  # whether `latest` was made while the sequence generated
+    latest: Prefix | None = None  # prefix of the newest snapshot, except the one at `num_matched_tokens`
+    has_generated: bool = False  # whether `latest` was taken while the sequence was decoding
 
     @property
     def next(self) -> int:
-        """The slot of `own` that the next step writes."""
+        """The slot in `own` that the next step writes."""
         first, second = self.own
         return second if self.current == first else first
 
@@ -54,29 +54,29 @@ class SequenceStates:
 class StatePool:
     """Owns all slots. A slot is free, belongs to a sequence, holds a snapshot, or is reserved for a store to fill.
 
-    Snapshots that no sequence reads are evicted when slots are needed, the least recently used first.
+    When slots are needed, snapshots that no sequence reads are evicted, the least recently used first.
     """
 
     def __init__(self, num_slots: int, *, interval_tokens: int) -> None:
-        """interval_tokens: tokens between two snapshots of a long prompt."""
+        """interval_tokens: number of tokens between two snapshots of a long prompt."""
         assert num_slots >= SLOTS_OF_SEQUENCE, "a sequence needs two slots"
         self.num_slots = num_slots
         self.interval_tokens = interval_tokens
         self._blank = list(reversed(range(num_slots)))
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by slot, the least recently used first
-        self._num_readers: dict[int, int] = {}  # by slot with a present or forgotten snapshot: sequences that read it
-        self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot is made or removed
-        # Called with a prefix whose snapshot is worth storing elsewhere, because the sequence will not soon replace it.
+        self._num_readers: dict[int, int] = {}  # by slot of a snapshot, even a removed one: sequences that read it
+        self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot is added or removed
+        # Called with a prefix whose snapshot is worth storing elsewhere, because it will not be superseded soon.
         self.on_durable_snapshot: Callable[[Prefix], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """Number of slots that new sequences may get, including slots of snapshots that no sequence reads."""
+        """Number of slots available to new sequences, including those of snapshots that no sequence reads."""
         num_read = sum([slot in self._snapshots for slot in self._num_readers])
         return len(self._blank) + len(self._snapshots) - num_read
 
     def has_room(self, prefix: Prefix | None, *, num_freed: int = 0) -> bool:
-        """Whether a sequence may begin after a prefix. num_freed: slots that are freed before it begins."""
+        """Whether a sequence may start after a prefix. num_freed: number of slots that will be freed before that."""
         needed = SLOTS_OF_SEQUENCE - num_freed
         if len(self._blank) >= needed:
             return True
@@ -88,13 +88,13 @@ class StatePool:
         return [each.prefix for each in self._snapshots.values()]
 
     def begin(self, prefix: Prefix | None) -> SequenceStates:
-        """Give slots to a sequence that begins after a prefix with a snapshot, or at its first token.
+        """Allocate slots for a sequence that starts after a prefix with a snapshot, or at its first token.
 
-        `has_room` must hold.
+        `has_room` must be true.
         """
         current = NO_STATE
         if prefix is not None:
-            assert prefix.snapshot is not None, "only behind a snapshot a sequence begins"
+            assert prefix.snapshot is not None, "a sequence only resumes at a snapshot"
             current = prefix.snapshot.slot
             self._snapshots.move_to_end(current)
             self._read(current)
@@ -106,14 +106,13 @@ class StatePool:
     def path(
         self, states: SequenceStates, start: int, end: int, marks: list[int], *, has_drafts: bool = False
     ) -> StatePath:
-        """Return the slots for a step that computes the tokens from `start` to `end`.
+        """Return the slots for a step that computes the tokens in [start, end).
 
-        marks: the lengths at which a snapshot is wanted, ascending, in (start, end]. If no slot is left, the remaining
-        snapshots are skipped.
-        has_drafts: all tokens but the first are drafts, so the state after each token is kept until the step ends. A
-        slot for each draft must be free.
+        marks: the lengths in (start, end] at which to take a snapshot, ascending. If no slot is left, the remaining
+        snapshots are skipped. has_drafts: whether all tokens but the first are drafts, so that the state after each
+        token must be available until the step ends. A slot for each draft must be free.
         """
-        assert not states.new, "the step before has ended"
+        assert not states.new, "the previous step has not ended"
         for mark in marks:
             slot = self._take()
             if slot is None:
@@ -123,15 +122,15 @@ class StatePool:
         for number in range(start + 1 if has_drafts else end, end + 1):
             if number not in written:
                 slot = self._take() if states.behind else states.next
-                assert slot is not None, "there are as many drafts as slots"
+                assert slot is not None, "too few slots for the drafts"
                 states.behind[number] = written[number] = slot
         return StatePath(states.current, tuple((number - start, written[number]) for number in sorted(written)))
 
     def advance(self, states: SequenceStates, end: int, prefixes: Sequence[Prefix], *, generates: bool) -> None:
-        """Account for a step that has succeeded. The sequence keeps the tokens before `end`; later drafts are rejected.
+        """Account for a step that has succeeded. `end` is the sequence's new length, without rejected drafts.
 
-        prefixes: the cached prefix of each snapshot up to `end`, see `SequenceStates.new`.
-        generates: whether the step computed a token that the sequence has generated.
+        prefixes: the cached prefix of each snapshot up to `end` (see `SequenceStates.new`). generates: whether the
+        sequence was decoding.
         """
         new = [each for each in states.new if each[0] <= end]
         spare = [slot for number, slot in states.new if number > end]
@@ -157,7 +156,7 @@ class StatePool:
         states.behind.clear()
 
     def end(self, states: SequenceStates) -> None:
-        """Take all slots back from a sequence. The snapshots of the sequence remain."""
+        """Free all slots of a sequence. Its snapshots remain."""
         if states.has_generated and states.latest is not None:
             self._note_lasting(states.latest)
         self._blank.extend(slot for _, slot in states.new)
@@ -168,7 +167,7 @@ class StatePool:
         self._blank.extend(states.own)
 
     def forget(self, prefix: Prefix) -> None:
-        """Remove the snapshot of a prefix, because the prefix's block has been reused or the snapshot is evicted."""
+        """Remove a prefix's snapshot, if any, because the prefix's block was evicted or the slot is needed."""
         snapshot = prefix.snapshot
         if snapshot is not None:
             prefix.snapshot = None
@@ -180,18 +179,18 @@ class StatePool:
     # ------------------------------------------------------------------ snapshots from a store
 
     def reserve(self, before: Prefix | None = None) -> int | None:
-        """Reserve a slot for a store to fill; None if too few slots would be left for a sequence to use the snapshot.
+        """Reserve a slot for a store to fill, or return None if too few slots would be left for a sequence to use it.
 
-        before: the prefix after which the sequence begins if the fetch fails, so its snapshot is evicted last.
+        before: the prefix after which the sequence starts if the fetch fails. Its snapshot is evicted last.
         """
         if before is not None and before.snapshot is not None:
             self._snapshots.move_to_end(before.snapshot.slot)
         return self._take() if self.num_free > SLOTS_OF_SEQUENCE else None
 
     def take_back(self, slot: int, prefix: Prefix | None, num_tokens: int) -> None:
-        """Take a reserved slot back from the store, which no longer writes to this slot.
+        """End the reservation of a slot, to which the store no longer writes.
 
-        prefix: the cached prefix of `num_tokens` tokens whose states the slot contains; None: the slot is not usable.
+        prefix: the cached prefix of `num_tokens` tokens whose states are in the slot, or None if they are not usable.
         """
         if prefix is None or not self._keep(prefix, slot, num_tokens):
             self._blank.append(slot)
@@ -199,7 +198,7 @@ class StatePool:
     # ------------------------------------------------------------------
 
     def _adopt_slot(self, states: SequenceStates, slot: int) -> list[int]:
-        """Make a slot that the step has written one of the sequence's `own` slots. Return the slot that it replaces."""
+        """Make a slot that the step has written one of the sequence's `own` slots. Returns the replaced slot."""
         if slot in states.own:
             return []
         first, second = states.own
@@ -208,8 +207,8 @@ class StatePool:
         return [replaced]
 
     def _keep(self, prefix: Prefix, slot: int, num_tokens: int) -> bool:
-        """Make a slot the snapshot of a prefix. Return False if the prefix was evicted or already has a snapshot."""
-        assert prefix.num_tokens == num_tokens, f"a state after {num_tokens} tokens, a prefix of {prefix.num_tokens}"
+        """Make a slot a prefix's snapshot. Returns False if the prefix was evicted or already has a snapshot."""
+        assert prefix.num_tokens == num_tokens, f"state after {num_tokens} tokens for a prefix of {prefix.num_tokens}"
         if not prefix.is_held or prefix.snapshot is not None:
             return False
         prefix.snapshot = self._snapshots[slot] = Snapshot(prefix, slot)
@@ -217,9 +216,9 @@ class StatePool:
         return True
 
     def _supersede(self, states: SequenceStates, prefix: Prefix, *, generates: bool) -> None:
-        """Let the sequence's previous snapshot be evicted first, because a conversation resumes from its end.
+        """Mark the sequence's previous snapshot for eviction, because conversations resume from their end.
 
-        A previous snapshot of the generated output is removed at once.
+        If it was taken while the sequence was decoding, it is removed immediately. Otherwise, it will be evicted first.
         """
         before, had_generated = states.latest, states.has_generated
         states.latest, states.has_generated = prefix, generates
@@ -231,7 +230,7 @@ class StatePool:
             self._snapshots.move_to_end(before.snapshot.slot, last=False)
 
     def _take(self) -> int | None:
-        """Return an empty slot, evicting a snapshot if necessary; None if every slot is in use."""
+        """Return an empty slot, or None if every slot is in use. Evicts a snapshot if necessary."""
         if not self._blank:
             unread = (each.prefix for slot, each in self._snapshots.items() if slot not in self._num_readers)
             if (prefix := next(unread, None)) is None:

@@ -1,4 +1,4 @@
-"""The reports of an engine: gauges and counters after each step, and distributions that are too large for each step."""
+"""An engine's statistics: gauges and counters for each step, and distributions, which are too large for each step."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from app.engine.request import EngineTimes
 from app.engine.sequence import EngineSequence
 from app.engine.tuner import Tuning
 
-# Engines are compared by their speed in steps of this size, because the speed of actual steps depends on their size.
+# Engines are compared by their speed in steps of this size, because speed depends on the size of the steps.
 SPEED_STEP_TOKENS = 64
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Gauges have current values; `total_*` fields count since the engine started. A struct: each step makes one."""
+    """Current values, and `total_*` counters since the engine started. A struct, because each step creates one."""
 
     strategy: str  # strategy and policy by their names in the config
     policy: str
     settings: str  # `SchedulerConfig.version` of all scheduling settings
-    batch_size: int  # the batch size that the strategy currently aims at; 0 if it forms no batches
+    batch_size: int  # the strategy's current target for the batch size, or 0 if it does not form batches
     num_running: int
     num_waiting: int
     num_waiting_tokens: int  # prompt tokens of waiting requests
     num_waiting_foreground_tokens: int  # prompt tokens of waiting foreground requests
     num_background: int  # background requests, running and waiting
-    num_unpreemptible_background: int  # background requests in a whole batch, which is not preempted for other requests
+    num_unpreemptible_background: int  # running background requests in a whole batch, which cannot be preempted
     estimated_wait_s: float  # expected wait of a request that arrives now
-    ended_per_s: float  # requests that recently ended per second of computing: how fast the queue drains
-    mean_length_error_tokens: float  # recent mean error of predicted output lengths
+    ended_per_s: float  # recently ended requests per second of computing, which is how fast the queue drains
+    mean_length_error_tokens: float  # recent mean absolute error of predicted output lengths
     num_free_blocks: int  # blocks that could be allocated now, including cached blocks without an owner
     num_blocks: int
     block_size: int  # tokens
@@ -54,12 +54,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_finished: int  # requests that ended by stop or length
     total_aborted: int
     total_failed: int
-    total_missed: int  # requests refused or ended because of their deadline
+    total_missed: int  # requests that were rejected or ended because of their deadline
     total_drafted_tokens: int = 0  # tokens computed as drafts
     total_accepted_tokens: int = 0  # drafted tokens that became part of an output
-    num_layer_groups: int = 1  # groups of layers, each with its own blocks for a token, see `block_pool.py`
-    num_state_slots: int = 0  # slots for the states of recurrent layers, see `state_pool.py`
-    num_free_state_slots: int = 0  # slots that a new sequence could get, including slots of unread snapshots
+    num_layer_groups: int = 1  # groups of layers, each with its own blocks for a token (see `block_pool.py`)
+    num_state_slots: int = 0  # slots for the states of recurrent layers (see `state_pool.py`)
+    num_free_state_slots: int = 0  # slots available to new sequences, including those of snapshots that none reads
     total_unresumable_tokens: int = 0  # prompt tokens with cached keys and values, but no snapshot from which to resume
 
 
@@ -68,54 +68,54 @@ class SleepState(StrEnum):
 
     AWAKE = "awake"
     ASLEEP = "asleep"
-    QUEUED = "queued"  # the engine has requests, and waits for memory that other engines on its device hold
+    QUEUED = "queued"  # the engine has requests, but other engines on its device hold the memory
     WAKING = "waking"
 
 
 class ChosenBackend(NamedTuple):
-    """The backend that computes a model on a GPU (`app/model/gpu_backends.py`)."""
+    """The backend that runs a model on a GPU (`app/model/gpu_backends.py`)."""
 
     name: str
     failed: Mapping[str, str] = MappingProxyType({})  # backends that failed before this one was chosen, with reasons
 
 
 class SleepStats(NamedTuple):
-    """Counts and times of an engine's sleep since its start. Times are in seconds."""
+    """An engine's sleep state, with counts and times in seconds since it started."""
 
     state: SleepState = SleepState.AWAKE
     num_wakes: int = 0
-    waking_s: float = 0.0  # total time of all wakes, without the wait for memory
-    sleeping_s: float = 0.0  # total time spent on giving up the memory
-    queued_s: float = 0.0  # total time spent on waiting for memory
-    num_turns_ended: int = 0  # times that it went to sleep with requests, because other engines waited for memory
-    last_wake_s: float = 0.0  # duration of the last wake, or of the start before the first wake
+    waking_s: float = 0.0  # total time spent waking up, excluding the wait for memory
+    sleeping_s: float = 0.0  # total time spent releasing the memory, not the time asleep
+    queued_s: float = 0.0  # total time spent waiting for memory
+    num_turns_ended: int = 0  # how often it went to sleep with requests, because other engines needed the memory
+    last_wake_s: float = 0.0  # duration of the last wake, or of startup before the first wake
 
     @property
     def expected_wake_s(self) -> float:
-        """Expected seconds until a request is computed, without the wait for other engines; 0 while awake."""
+        """Expected seconds until the engine is awake, excluding the wait for other engines; 0 if it is awake."""
         return 0.0 if self.state is SleepState.AWAKE else self.last_wake_s
 
 
-AWAKE = SleepStats()  # the stats of an engine that never sleeps
+AWAKE = SleepStats()  # for an engine that never sleeps
 
 
 class StoreStats(NamedTuple):
-    """Counts of a store of KV blocks (`block_store.py`) since its start."""
+    """Counts of a store for KV blocks (`block_store.py`) since it was created."""
 
-    num_fetched_tokens: int = 0  # tokens that were not computed because their blocks were fetched
+    num_fetched_tokens: int = 0  # tokens that were fetched instead of computed
     num_given_up: int = 0  # fetches that took longer than computing would have
     num_read: int = 0  # blocks read
     num_written: int = 0
     num_received: int = 0  # blocks received from other replicas
     num_sent: int = 0  # blocks sent to other replicas
     block_bytes: int = 0  # size of one block
-    num_snapshots: tuple[int, int, int, int] = (0, 0, 0, 0)  # snapshots of states: read, written, received, sent
+    num_snapshots: tuple[int, int, int, int] = (0, 0, 0, 0)  # state snapshots: read, written, received, sent
     snapshot_bytes: int = 0  # size of one snapshot
 
     @property
     def bytes_moved(self) -> dict[str, int]:
         """Bytes of blocks and snapshots, by direction."""
-        directions = ("read", "written", "received", "sent")  # received from other replicas, sent to other replicas
+        directions = ("read", "written", "received", "sent")
         blocks = (self.num_read, self.num_written, self.num_received, self.num_sent)
         return {
             direction: of_blocks * self.block_bytes + of_snapshots * self.snapshot_bytes
@@ -125,7 +125,7 @@ class StoreStats(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Counters that only grow. The fields of `EngineStats` describe them."""
+    """The `total_*` counters of `EngineStats`, which describes them."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -151,37 +151,36 @@ _EXPORTED = tuple((f"total_{each.name}", each.name) for each in fields(Totals))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMeasurements:
-    """Distributions cover the time since the engine started; the other fields have current values."""
+    """Current values, and distributions since the engine started."""
 
     max_running: int  # maximum number of requests in one step
     block_size: int  # token slots in one block
-    num_outstanding_tokens: int  # prompt and predicted output tokens still to compute for all requests of the engine
+    num_outstanding_tokens: int  # prompt and predicted output tokens that remain to be computed for all requests
     queue_s: Distribution  # from a request's arrival to its first step
     prefill_s: Distribution  # from a request's first step to its first token
     step_s: Distribution
-    step_tokens: Distribution  # tokens in one step, prompt chunks and single tokens together
+    step_tokens: Distribution  # tokens in one step, including prompt chunks
     step_requests: Distribution  # requests in one step
-    num_padding_tokens: int = 0  # tokens computed only as padding, because CUDA graphs exist for a few sizes
+    num_padding_tokens: int = 0  # tokens computed only as padding, because CUDA graphs exist only for a few sizes
     num_steps_without_graph: int = 0  # steps launched kernel by kernel
     backend: ChosenBackend | None = None  # None on a CPU
-    tuning: Tuning | None = None  # state of the tuner; None without targets
-    adapters: AdapterStats | None = None  # None if the model runner supports no adapters
+    tuning: Tuning | None = None  # the tuner's state; None without targets
+    adapters: AdapterStats | None = None  # None if the model runner does not support adapters
     sleep: SleepStats | None = None  # None if the engine never sleeps
     store: StoreStats | None = None  # None if no blocks are stored outside the KV memory
 
 
 class MeasurementCollector(StepObserver):
-    """Fills the distributions. The cost is one bisection for each step and each request."""
+    """Fills the distributions of `EngineMeasurements`, and adds `times` to deltas. Cheap: a few bisections per step."""
 
     def __init__(self, *, settings: str) -> None:
-        """`settings`: the `SchedulerConfig.version` in force."""
-        self._settings = settings
+        self._settings = settings  # the current `SchedulerConfig.version`
         self._queue_s = Histogram(SECONDS)
         self._prefill_s = Histogram(SECONDS)
         self._step_s = Histogram(SECONDS)
         self._step_tokens = Histogram(TOKENS)
         self._step_requests = Histogram(SMALL_NUMBERS)
-        # The sequences without a first token, with their generated tokens and the time when they joined.
+        # The running sequences without a first token: (sequence, tokens generated elsewhere, time of joining).
         self._prefilling: list[tuple[EngineSequence, int, float]] = []
 
     def reconfigured(self, config: SchedulerConfig) -> None:
@@ -189,12 +188,12 @@ class MeasurementCollector(StepObserver):
 
     def scheduled(self, batch: StepBatch) -> None:
         for sequence in batch.decision.joined:
-            if sequence.num_preemptions == 0:  # a preempted sequence has joined before
+            if sequence.num_preemptions == 0:  # a preempted sequence has already joined before
                 self._queue_s.observe(batch.began_at - sequence.arrived_at)
                 self._prefilling.append((sequence, sequence.num_generated_tokens, batch.began_at))
 
     def step_ended(self, step: EndedStep) -> None:
-        """Measure a step. Add `times` to the delta of each request that got its first token or ended without one."""
+        """Measure a step. Adds `times` to the delta of each request that got its first token or ended without one."""
         if not step.batch:
             return
         self.note_step(
@@ -207,7 +206,6 @@ class MeasurementCollector(StepObserver):
             ]
 
     def note_step(self, seconds: float, *, num_tokens: int, num_sequences: int) -> None:
-        """Record the size and the time of a step."""
         self._step_s.observe(seconds)
         self._step_tokens.observe(num_tokens)
         self._step_requests.observe(num_sequences)
@@ -216,7 +214,7 @@ class MeasurementCollector(StepObserver):
         still, times = [], {}
         for sequence, num_tokens, joined_at in self._prefilling:
             new = sequence.generated_token_ids[num_tokens : num_tokens + 1]
-            has_token = bool(new) and new[0] >= 0  # a negative token is a placeholder, which a running step replaces
+            has_token = bool(new) and new[0] >= 0  # a negative token is a placeholder (see `InFlight.commit`)
             if has_token:
                 self._prefill_s.observe(now - joined_at)
             if has_token or sequence.is_finished:
@@ -230,7 +228,7 @@ class MeasurementCollector(StepObserver):
         return times
 
     def distributions(self) -> dict[str, Distribution]:
-        """Return the current distributions of `EngineMeasurements`. Any thread may call this: counting is atomic."""
+        """Return the distributions of `EngineMeasurements`. Any thread may call, because counting is atomic."""
         return {
             "queue_s": self._queue_s.snapshot(),
             "prefill_s": self._prefill_s.snapshot(),

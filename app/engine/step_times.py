@@ -1,7 +1,8 @@
-"""Estimates how long an engine's steps take, from the steps that it serves. No clock here.
+"""Estimates how long an engine's steps take, based on its recent steps. Reads no clock.
 
-The tuner asks for the largest step within a time limit. Drafters ask how much time a draft adds to a step. Deadlines
-and `Retry-After` use the recent throughput. The planner (`deployments/plan/step_cost.py`) runs its own measurements.
+The tuner uses it to find the largest step within a time limit, and drafters to find how much time a draft adds to a
+step. Deadlines and `Retry-After` use the recent throughput. The planner (`deployments/plan/step_cost.py`) has its own
+measurements.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from math import exp, inf
 
 @dataclass(slots=True)
 class RecentMean:
-    """The arithmetic mean of the first values, and a moving average afterwards."""
+    """The arithmetic mean of the first values, which becomes a moving average as more follow."""
 
     newest_share: float  # minimum weight of a new value in the average
     value: float = 0.0
@@ -24,7 +25,7 @@ class RecentMean:
 
 
 def without_pause(seconds: float, expected_s: float) -> float:
-    """Limit a step's time to three times the expected time, because the rest is a pause of the system."""
+    """Limit a step's time to three times the expected time, because the system must have paused a longer step."""
     return min(seconds, 3.0 * expected_s)
 
 
@@ -32,15 +33,15 @@ def without_pause(seconds: float, expected_s: float) -> float:
 class _SizeClass:
     """Averages over steps of similar size."""
 
-    # An engine runs about ten to a hundred steps of full size per second.
+    # At ten to a hundred steps of full size per second, the last few seconds count.
     size: RecentMean = field(default_factory=lambda: RecentMean(1 / 64))
     seconds: RecentMean = field(default_factory=lambda: RecentMean(1 / 64))
     deviation: RecentMean = field(default_factory=lambda: RecentMean(1 / 64))
-    slope: float = 0.0  # additional seconds for a size that is larger by one
+    slope: float = 0.0  # additional seconds per additional token or request
 
     def note(self, size: int, seconds: float) -> None:
         expected = self.seconds.value + self.slope * (size - self.size.value) if self.seconds.number else seconds
-        if self.seconds.number >= 8:  # fewer steps give no reliable expectation
+        if self.seconds.number >= 8:  # the expected time is not reliable before that
             seconds = without_pause(seconds, expected)
         self.size.note(size)
         self.seconds.note(seconds)
@@ -48,7 +49,7 @@ class _SizeClass:
 
 
 class StepTimes:
-    """Step times by step size: recent averages for classes of sizes, with linear interpolation between them."""
+    """Step times by step size: recent averages for classes of sizes, interpolated linearly."""
 
     def __init__(self) -> None:
         self._classes: dict[int, _SizeClass] = {}
@@ -58,7 +59,7 @@ class StepTimes:
         self._classes.setdefault(_class_of(size), _SizeClass()).note(size, seconds)
 
     def largest_within(self, limit_s: float) -> float:
-        """Return the largest size at which nearly all steps take at most `limit_s`; infinite while nothing is known.
+        """Return the largest size at which nearly all steps take at most `limit_s`, or infinity before the first step.
 
         Times beyond the largest observed size are extrapolated linearly.
         """
@@ -72,13 +73,13 @@ class StepTimes:
             before_size, before_s = size, bound_s
         first_size, first_s = knots[0]
         rise = mean_rise = before_s / before_size
-        min_rise = 0.25  # minimum slope of the extrapolation, relative to the largest size's mean time per token
+        min_rise = 0.25  # minimum slope for extrapolating, relative to the time per token at the largest size
         if len(knots) > 1:
             rise = max((before_s - first_s) / (before_size - first_size), min_rise * mean_rise)
         return before_size + (limit_s - before_s) / rise if rise else inf
 
     def seconds(self, size: int) -> float:
-        """Return an upper bound on the time of nearly all steps of this size; 0 while nothing is known."""
+        """Return an upper bound on the time of nearly all steps of this size, or 0 before the first step."""
         before_size, before_s = 0.0, 0.0
         for knot_size, bound_s in self._knots():
             if knot_size >= size:
@@ -87,10 +88,10 @@ class StepTimes:
         return before_s
 
     def _knots(self) -> list[tuple[float, float]]:
-        """Return (size, upper bound of nearly all steps' times) for each class; both values rise."""
+        """Return (mean size, upper bound on nearly all steps' times) for each class, in ascending order."""
         knots: list[tuple[float, float]] = []
         before_size, before_s = 0.0, 0.0
-        # Number of mean deviations between mean and bound, see Jacobson's timer (1988): about the 99th percentile.
+        # The bound is this many mean deviations above the mean, about the 99th percentile (Jacobson's timer, 1988).
         deviations = 3.0
         for _, each in sorted(self._classes.items()):
             each.slope = max(0.0, (each.seconds.value - before_s) / (each.size.value - before_size))
@@ -101,37 +102,36 @@ class StepTimes:
 
 
 def _class_of(size: int) -> int:
-    """Return the class of a size. The classes are 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, …: two for each doubling."""
+    """Return the class of a size. There are two classes per doubling: 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, …"""
     length = size.bit_length()
     classes_per_doubling = 2
     return classes_per_doubling * length + (size >> max(0, length - 2) & 1)
 
 
 class Throughput:
-    """The time of the last step, and steps, tokens and ended requests per second of computing without idle time."""
+    """The last step's time, and recent steps, tokens and ended requests per second of computing, without idle time."""
 
     def __init__(self) -> None:
         self.last_step_at = 0.0  # when the last step's results were processed, in seconds of the engine's clock
         self.last_step_s = 0.0  # duration of the last step
-        # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
-        self.last_gap_s = 0.0
-        self.is_paused = True  # whether the last step left no running requests
-        # The weight of old steps in these sums decays. The averages are ratios of sums.
+        self.last_gap_s = 0.0  # time between the ends of the last two steps, or the last step's duration after a pause
+        self.is_paused = True  # whether no request was running after the last step
+        # Old steps have less weight in these sums. The averages are ratios of two sums.
         self._seconds = 0.0
         self._num_steps = 0.0
         self._num_tokens = 0.0
         self._num_ended = 0.0
         self._squared_tokens = 0.0
         self._tokens_by_seconds = 0.0
-        self._token_s: float | None = None  # seconds for one more token; None while all steps had one size
+        self._token_s: float | None = None  # seconds per additional token; None if all steps so far had the same size
 
     def note_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
-        """Record that a step has ended now, computed `num_tokens` and ended `num_ended` requests."""
-        # A step that was launched ahead began while the step before it was running.
+        """Record that a step with `num_tokens` tokens, after which `num_ended` requests ended, has finished `now`."""
+        # A step that was launched ahead began while the previous step was still running.
         seconds = self.last_step_s = now - max(began_at, self.last_step_at)
         self.last_gap_s = now - (began_at if self.is_paused else self.last_step_at)
         self.last_step_at, self.is_paused = now, False
-        horizon_s = 10.0  # after this many seconds of computing, a step has about a third of a new step's weight
+        horizon_s = 10.0  # after this many seconds of computing, a step's weight has dropped to about a third
         fading = exp(-max(seconds, 0.0) / horizon_s)
         self._seconds = self._seconds * fading + seconds
         self._num_steps = self._num_steps * fading + 1
@@ -141,12 +141,12 @@ class Throughput:
         self._tokens_by_seconds = self._tokens_by_seconds * fading + num_tokens * seconds
         mean_tokens, mean_s = self._num_tokens / self._num_steps, self._seconds / self._num_steps
         variance = self._squared_tokens / self._num_steps - mean_tokens**2
-        if variance > 0.01 * mean_tokens**2:  # steps of nearly equal size say nothing about other sizes
+        if variance > 0.01 * mean_tokens**2:  # steps of similar size do not show how time depends on the size
             self._token_s = (self._tokens_by_seconds / self._num_steps - mean_tokens * mean_s) / variance
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per step; 0 before the first step."""
+        """Mean seconds per step, or 0 before the first step."""
         return self._seconds / self._num_steps if self._num_steps else 0.0
 
     @property
@@ -154,21 +154,21 @@ class Throughput:
         return self._num_tokens / self._seconds if self._seconds > 0 else 0.0
 
     def tokens_per_s_at(self, num_tokens: int) -> float:
-        """Return the tokens per second in steps of `num_tokens` tokens; 0 before the first step.
+        """Return the tokens per second in steps of `num_tokens` tokens, or 0 before the first step.
 
-        Use this number to compare engines: `tokens_per_s` also depends on how full their batches were. The time of a
-        step is modelled as a constant plus a time for each token, by least squares; neither is below 0. While all steps
-        have one size, for example those of a single request, the time for each token keeps its last value.
+        Use this number to compare engines, because `tokens_per_s` also depends on how full their batches were. A step's
+        time is modelled as a constant plus a time per token, by least squares; neither is negative. While all steps
+        have the same size, for example with a single request, the time per token keeps its last value.
         """
         if self._num_tokens <= 0 or self._seconds <= 0:
             return 0.0
         mean_tokens, mean_s = self._num_tokens / self._num_steps, self._seconds / self._num_steps
-        # If all steps had one size so far, a step's time is assumed to be proportional to its tokens.
+        # If all steps so far had the same size, their time is assumed to be proportional to their tokens.
         token_s = mean_s / mean_tokens if self._token_s is None else self._token_s
         token_s = min(max(token_s, 0.0), mean_s / mean_tokens)
         return num_tokens / (mean_s + token_s * (num_tokens - mean_tokens))
 
     @property
     def ended_per_s(self) -> float:
-        """Requests that end per second of computing: how fast the queue drains."""
+        """Requests that end per second of computing, which is how fast the queue drains."""
         return self._num_ended / self._seconds if self._seconds > 0 else 0.0

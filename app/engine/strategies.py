@@ -1,4 +1,4 @@
-"""Batching strategies decide in which steps waiting sequences may join the running ones, and how many.
+"""Batching strategies decide at which steps waiting sequences may join the running ones, and how many may join.
 
 To add a strategy, add its settings to `app/config/scheduler.py`, a class here, and a line to `make_strategy`.
 """
@@ -23,12 +23,12 @@ from app.config import (
 from app.engine.sequence import EngineSequence
 from app.engine.waiting_queue import Bucket, WaitingQueue
 
-PREFILL_STEPS = 8  # of a dynamic batch: with more steps, its first sequences would wait too long for its last ones
-SHORTEST_CLASS_TOKENS = 64  # shorter prompts take about as long in a step, which reads all weights
+PREFILL_STEPS = 8  # maximum for a dynamic batch: with more, its first sequences would wait too long for its last ones
+SHORTEST_CLASS_TOKENS = 64  # shorter prompts take about as long, because every step reads all weights
 
 
 def make_strategy(config: StrategyConfig) -> BatchingStrategy:
-    """Return a new strategy, without any state of an earlier one."""
+    """Return a new strategy with no state from an earlier one."""
     match config:
         case StaticConfig():
             return Static(config)
@@ -66,14 +66,14 @@ class SchedulerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """How many waiting sequences may join a step, and how the step's token budget is divided."""
+    """How many waiting sequences may join a step, and how much of its token budget prompts may use."""
 
-    num_admissible: int  # waiting sequences that may join, if budget and memory suffice
-    buckets: tuple[int, ...] = ()  # the bucket of each sequence that may join, in order; empty: all from bucket 0
-    max_prefill_tokens: int | None = None  # limit for all prompt chunks of the step together; None: the whole budget
+    num_admissible: int  # how many waiting sequences may join, if budget and memory suffice
+    buckets: tuple[int, ...] = ()  # the bucket of each sequence that may join, in order; if empty, all are in bucket 0
+    max_prefill_tokens: int | None = None  # limit for all prompt chunks together, or None for the whole budget
 
     def bucket(self, number: int) -> int:
-        """Return the bucket of the sequence that joins as number `number`, counted from 0."""
+        """Return the bucket of the sequence that joins at position `number`, counted from 0."""
         return self.buckets[number] if self.buckets else 0
 
 
@@ -81,12 +81,12 @@ CLOSED = StepPlan(num_admissible=0)
 
 
 class BatchingStrategy(ABC):
-    """Decides before every step how many waiting sequences may join. Used by one thread. The view contains the time."""
+    """Decides before every step how many waiting sequences may join. Used by one thread. Reads no clock."""
 
-    joins_any_step = False  # whether sequences may join while other sequences run, so that one may replace another
+    joins_any_step = False  # whether sequences may join while others run, so that one may replace another
 
     def batch_size(self, max_running: int) -> int:
-        """Return the batch size that the strategy currently aims at; 0 if it forms no batches."""
+        """Return the current target for the batch size, or 0 if the strategy does not form batches."""
         return 0
 
     @abstractmethod
@@ -95,17 +95,17 @@ class BatchingStrategy(ABC):
 
     @abstractmethod
     def opens_at(self, view: SchedulerView) -> float | None:
-        """While nothing runs, return when `plan` will admit a sequence if none arrives; None if no sequence waits.
+        """Return when `plan` will admit a sequence if none arrives, or None if no sequence waits.
 
-        A time that is not after `view.now` means the next step.
+        Only called while no sequence runs. A time at or before `view.now` means the next step.
         """
 
     def bucket_of(self, sequence: EngineSequence) -> int:
-        """Return the number of the bucket in which a sequence waits. The number of a sequence must never change."""
+        """Return the number of the bucket in which a sequence waits. It must never change."""
         return 0
 
     def admits(self, sequence: EngineSequence) -> bool:
-        """Whether the next sequence in order may join; False ends admission for this step."""
+        """Whether the next sequence in order may join. False ends admission for this step."""
         return True
 
     def joined(self, sequence: EngineSequence) -> None:
@@ -142,8 +142,8 @@ class Continuous(BatchingStrategy):
 class Hybrid(Continuous):
     """Continuous batching, with a limit on the prefill tokens of a step while any sequence decodes.
 
-    The limit keeps the time between tokens constant under long prompts, as the token budget of Sarathi-Serve does
-    (Agrawal et al., 2024). Steps in which no sequence decodes keep their full size.
+    The limit prevents long prompts from increasing the time between tokens, like the token budget of Sarathi-Serve
+    (Agrawal et al., 2024). Steps in which no sequence decodes may use the whole budget for prefill.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -160,20 +160,20 @@ class Hybrid(Continuous):
 
 @dataclass(slots=True)
 class _OpenBatch:
-    """The running batch. A sequence of the batch may join in a later step, and again after a preemption."""
+    """The running batch. Its sequences may join at later steps, and join again after a preemption."""
 
     began_at: float
     seats: dict[int, int]  # number of free seats, by bucket
-    num_tokens_left: int | None  # prompt tokens that the batch may still take; None: no limit
+    num_tokens_left: int | None  # prompt tokens for which the batch still has room, or None for no limit
     is_empty: bool = True
 
 
 class WholeBatches(BatchingStrategy):
-    """Once a batch has formed, no other sequence joins until all sequences of the batch have ended.
+    """Once a batch has started, no other sequence joins until all sequences in the batch have ended.
 
-    A batch starts when `max_running` sequences wait or the oldest one has waited `max_wait_s`, so a last partial batch
-    always starts when this timer ends. If the token budget or memory of one step does not suffice for a batch, its
-    remaining seats are filled in the next steps. A preempted sequence gets its seat back.
+    A batch starts when `max_running` sequences are waiting or the oldest one has waited `max_wait_s`, so that a partial
+    batch does not wait forever. If one step has too little budget or memory for all sequences of a batch, its remaining
+    seats are filled at the next steps. A preempted sequence gets its seat back.
     """
 
     def __init__(self, config: WholeBatchesConfig) -> None:
@@ -184,7 +184,7 @@ class WholeBatches(BatchingStrategy):
         return max_running
 
     def _max_batch_tokens(self, view: SchedulerView) -> int | None:
-        """Return the most prompt tokens in one batch; None: no limit."""
+        """Return the maximum number of prompt tokens in a batch, or None for no limit."""
         return None
 
     def plan(self, view: SchedulerView) -> StepPlan:
@@ -208,11 +208,11 @@ class WholeBatches(BatchingStrategy):
     def admits(self, sequence: EngineSequence) -> bool:
         """Whether the batch has enough tokens left for the sequence. A prompt above the limit runs alone."""
         batch = self._batch
-        assert batch is not None, "only an open batch admits"
+        assert batch is not None, "sequences are only admitted to an open batch"
         left = batch.num_tokens_left
         if left is None or batch.is_empty or sequence.num_prompt_tokens <= left:
             return True
-        batch.seats.clear()  # the batch is closed, so that no later sequence overtakes this one
+        batch.seats.clear()  # close the batch, so that no later sequence overtakes this one
         return False
 
     def joined(self, sequence: EngineSequence) -> None:
@@ -227,9 +227,9 @@ class WholeBatches(BatchingStrategy):
         self._batch = None
 
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
-        """Return the seats of a new batch: all of them in the bucket that has been due for longest.
+        """Return the seats of a new batch: all of them in the bucket that has been due the longest.
 
-        Some bucket must be due. Only sequences that wait now get seats: later arrivals do not fill a partial batch.
+        At least one bucket must be due. Only sequences that are already waiting get seats, even in a partial batch.
         """
         _, number = min((self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets)
         return {number: min(self.batch_size(view.max_running), view.waiting.bucket(number).num_waiting)}
@@ -247,7 +247,7 @@ class WholeBatches(BatchingStrategy):
     def _take_seats(self, number: int, sequence: EngineSequence) -> None:
         batch = self._batch
         if batch is None:
-            return  # the sequence already ran when this strategy was chosen
+            return  # the sequence was already running when this strategy was selected
         batch.is_empty = False
         bucket = self.bucket_of(sequence)
         batch.seats[bucket] = batch.seats.get(bucket, 0) - number
@@ -256,21 +256,21 @@ class WholeBatches(BatchingStrategy):
 
 
 class Static(WholeBatches):
-    """A batch starts when none runs and `max_running` sequences wait, or the oldest has waited `max_wait_ms`."""
+    """A batch starts when no batch is running, and `max_running` sequences wait or one has waited `max_wait_ms`."""
 
 
 class Dynamic(WholeBatches):
-    """As `Static`; a batch starts earlier when waiting prompts fill `PREFILL_STEPS`, which also limits its size."""
+    """Like `Static`, but a batch starts as soon as waiting prompts fill `PREFILL_STEPS` steps. No batch is larger."""
 
     def _max_batch_tokens(self, view: SchedulerView) -> int:
         return PREFILL_STEPS * view.max_step_tokens
 
 
 class Bucketed(WholeBatches):
-    """As `Static`, but only prompts of one length class share a batch, and each class has its own timer.
+    """Like `Static`, but only prompts of one length class share a batch, and each class has its own timer.
 
-    Each class has prompts of up to twice the length of the class before, so that a batch takes at most twice the time
-    of its shortest prompt. The first class has the prompts of at most `SHORTEST_CLASS_TOKENS`.
+    The first class contains the prompts of at most `SHORTEST_CLASS_TOKENS`. The maximum length doubles with each class,
+    so that a batch takes at most twice the time of its shortest prompt.
     """
 
     def bucket_of(self, sequence: EngineSequence) -> int:
@@ -278,16 +278,16 @@ class Bucketed(WholeBatches):
 
 
 class Sorted(WholeBatches):
-    """A batch has the sequence that has waited longest, and the sequences whose prompt lengths are nearest to its own.
+    """A batch contains the sequence that has waited longest, and those with the most similar prompt lengths.
 
-    A sequence therefore waits for at most as many batches as there are older waiting sequences. A batch starts under
-    the conditions of `Static`. Background sequences get only the seats that foreground sequences leave.
+    A sequence therefore waits for at most one batch per older waiting sequence. A batch starts under the conditions of
+    `Static`. Background sequences only get the seats that foreground sequences leave free.
     """
 
-    _STEP = 16  # lengths are compared in steps of 16 tokens; within one step, the policy's order decides
+    _STEP = 16  # lengths are compared in multiples of 16 tokens; among equal lengths, the policy's order decides
 
     def bucket_of(self, sequence: EngineSequence) -> int:
-        """Return the length class: 0 or higher for foreground sequences, below 0 for background sequences."""
+        """Return the length class, which is at least 0 for a foreground sequence and negative for a background one."""
         number = sequence.num_prompt_tokens // self._STEP
         return ~number if sequence.request.is_background else number
 
@@ -298,7 +298,7 @@ class Sorted(WholeBatches):
         return min(view.now, timer_ends) if len(view.waiting) >= view.max_running else timer_ends
 
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
-        """Return seats for the waiting sequences whose lengths are nearest to that of the oldest one."""
+        """Return seats for the waiting sequences whose lengths are nearest to the oldest one's length."""
         waiting = list(view.waiting.buckets)
         oldest = min(waiting, key=lambda bucket: (bucket.number < 0, bucket.oldest_at))
         length = max(oldest.number, ~oldest.number)
@@ -310,12 +310,12 @@ class Sorted(WholeBatches):
 
 
 class Adaptive(WholeBatches):
-    """As `Static`, but the batch size grows by one while batches are fast and shrinks by one while batches are slow.
+    """Like `Static`, but the batch size grows by one after fast batches and shrinks by one after slow batches.
 
-    The first batch has one sequence. `max_running` is the maximum.
+    The size starts at 1 and never exceeds `max_running`.
     """
 
-    _NEWEST_SHARE = 0.25  # weight of the newest batch in the moving average: about the last eight batches count
+    _NEWEST_SHARE = 0.25  # weight of the newest batch in the moving average, in which about the last eight count
     _TOO_FAST, _TOO_SLOW = 0.8, 1.2  # bounds of the average latency, as multiples of the target
 
     def __init__(self, config: AdaptiveConfig) -> None:

@@ -1,9 +1,10 @@
-"""Adjusts an engine's limits so that the engine meets its latency targets. No clock, no torch.
+"""Adjusts an engine's limits so that it meets its latency targets. Uses no clock or torch.
 
-The time between two tokens is the time of the step between them. So the tuner learns how long steps take by their size,
-and sets the limits to the largest step within the target. This limit is the token budget of Sarathi-Serve (Agrawal et
-al., 2024), found while serving and not by a sweep. The largest step is also best for first tokens: a prompt needs the
-fewest steps. Step times are estimated and not tried, so a change of traffic needs no search.
+The time between two tokens is the time of the step between them. The tuner therefore learns how the time of a step
+depends on its size, and limits steps to the largest size within the target. This limit is the token budget of
+Sarathi-Serve (Agrawal et al., 2024), but found while serving, instead of by a sweep. The largest steps are also best
+for first tokens, because a prompt then needs the fewest steps. Step times are estimated rather than found by trial, so
+the tuner adapts to new traffic without a search.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from app.engine.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0  # seconds between two decisions
-WINDOW_S = 30.0  # seconds over which the percentiles are taken that are compared with the targets
-# Lower bounds ensure that no target stops an engine: a step may always have this many tokens, and an eighth of the
-# configured requests may always run. A configured limit below a bound replaces it.
+WINDOW_S = 30.0  # the percentiles of this many seconds are compared with the targets
+# Lower bounds ensure that an unreachable target cannot stop an engine: a step may always have this many tokens, and an
+# eighth of the configured requests may always run. A configured limit applies even if it is lower.
 MIN_PREFILL_TOKENS = 16
-# A limit changes only if the wanted value is lower or higher by these factors. Estimates vary by less, so limits stay
-# constant under constant traffic. A limit is lowered sooner than raised, because targets are missed otherwise.
+# A limit only changes if the calculated value differs by these factors. Estimates vary by less, so limits stay constant
+# under constant traffic. Limits are lowered sooner than raised, because a limit that is too high misses targets.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
-# Seconds without a preemption for memory until more requests may run again: the first value and the maximum.
+# Seconds without a preemption for memory until more requests may run again: the initial value and the maximum.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
 
 
 class TuningReason(StrEnum):
-    """The reason why the limits are not higher."""
+    """Why the limits are not higher."""
 
-    CONFIGURED = "configured"  # the limits are at their configured upper bounds
+    CONFIGURED = "configured"  # the limits are at their configured maximums
     ITL = "itl"  # larger steps would exceed the target for the gap between two tokens
     TTFT = "ttft"  # larger steps would exceed the target for the first token
     MEMORY = "memory"  # more requests would not fit into the KV memory
@@ -47,15 +48,15 @@ class TuningReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The limits in force, the reason for them, and the latencies of the last `WINDOW_S` seconds."""
+    """The current limits, the reason for them, and the latencies of the last `WINDOW_S` seconds."""
 
     limits: StepLimits
     reason: TuningReason = TuningReason.CONFIGURED
-    step_s: float  # the longest time that a step is planned to take
+    step_s: float  # the longest planned time for a step
     ttft_p99_s: float = 0.0  # 0 without first tokens
     itl_p99_s: float = 0.0
     num_changes: int = 0
-    is_missed: bool = False  # a target was missed in the window, and other limits would not help
+    is_missed: bool = False  # whether a target was missed in the window and other limits would not help
 
     @property
     def needs_replicas(self) -> bool:
@@ -64,7 +65,7 @@ class Tuning:
 
 
 class Tuner(StepObserver):
-    """The controller of one engine's limits. The decisions depend only on the given steps and their times."""
+    """Controls one engine's limits. Its decisions only depend on the observed steps and their times."""
 
     def __init__(
         self, config: SchedulerConfig, *, running: Sequence[object], limit: Callable[[StepLimits], None]
@@ -73,13 +74,13 @@ class Tuner(StepObserver):
         self._running = running
         self._limit = limit
         targets = config.targets
-        assert targets, "without targets there is nothing to hold"
+        assert targets, "the tuner requires targets"
         self._itl_s = inf if targets.itl_p99_ms is None else targets.itl_p99_ms / 1e3
         self._ttft_s = inf if targets.ttft_p99_s is None else targets.ttft_p99_s
         self._highest = StepLimits.of(config)
         self._min_running = max(1, config.max_running // 8)
-        self._mixed = StepTimes()  # times of steps with prompts, by number of tokens
-        self._decoding = StepTimes()  # times of other steps, by number of requests
+        self._mixed = StepTimes()  # times of steps that compute prompts, by number of tokens
+        self._decoding = StepTimes()  # times of all other steps, by number of requests
         self._gaps_s = RecentTimes()
         self._first_tokens_s = RecentTimes()
         self._memory = _MemoryLimit(self._highest.max_running)
@@ -105,7 +106,7 @@ class Tuner(StepObserver):
     def _note(self, step: EndedStep) -> None:
         batch, at, seconds = step.batch, step.at, step.gap_s
         num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
-        # The accepted tokens of one request in a step with drafts arrive together, so only one gap precedes them.
+        # In a step with drafts, all of a request's accepted tokens arrive together, after a single gap.
         num_gaps = num_sequences if batch.has_drafts else len(batch.sampled)
         if num_tokens == num_sequences or batch.has_drafts:
             self._decoding.note(num_sequences, seconds)
@@ -118,7 +119,7 @@ class Tuner(StepObserver):
             self._memory.preempted(num_sequences, at)
 
     def _note_first_tokens(self, batch: StepBatch, deltas: Sequence[TokenDelta], at: float) -> int:
-        """Record the first tokens of a step and return their number. Background requests have no target."""
+        """Record a step's first tokens and return their number. Background requests have no target."""
         times = {delta.request_id: delta.times for delta in deltas if delta.times is not None}
         if times:
             background = {each.request.request_id for each in batch.sequences if each.request.is_background}
@@ -147,18 +148,18 @@ class Tuner(StepObserver):
         return limits if is_moved else None
 
     def _planned_s(self) -> tuple[float, TuningReason]:
-        """Return the longest time that a step may take, and the reason for this limit."""
-        steps_to_first_token = 2  # a request waits for the step that is running, and for its own step
+        """Return the longest time that a step may take, and the reason for it."""
+        steps_to_first_token = 2  # a request waits for the running step, and then for its own step
         by_ttft = self._ttft_s / steps_to_first_token
         target_s, reason = min((self._itl_s, TuningReason.ITL), (by_ttft, TuningReason.TTFT))
-        headroom = 0.95  # steps are planned to take this part of a target
+        headroom = 0.95  # steps are planned to take at most this share of a target
         step_s = headroom * target_s
         smallest_s = max(
             self._decoding.seconds(self._min_running), self._mixed.seconds(self._min_running + MIN_PREFILL_TOKENS)
         )
-        # The factor _TOO_LOW is hysteresis: without it, an unreachable target would often change back to reachable.
+        # The factor _TOO_LOW adds hysteresis, to avoid frequent changes between reachable and unreachable.
         self._is_unreachable = smallest_s > (step_s / _TOO_LOW if self._is_unreachable else step_s)
-        # If even the smallest steps are too slow, steps may take this multiple of their time: requests progress.
+        # If even the smallest steps are too slow, steps may take this multiple of their time so that requests progress.
         slack_when_unreachable = 1.5
         if self._is_unreachable:
             return max(step_s, slack_when_unreachable * smallest_s), TuningReason.UNREACHABLE
@@ -167,8 +168,8 @@ class Tuner(StepObserver):
     def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[StepLimits, TuningReason]:
         highest = self._highest
         num_tokens = self._mixed.largest_within(step_s)
-        share_for_prompts = 1 / 4  # part of a step that is left for prompts, up to MIN_PREFILL_TOKENS
-        # A step in which every running request decodes must have room for prompt tokens.
+        share_for_prompts = 1 / 4  # share of a step that is reserved for prompts, up to MIN_PREFILL_TOKENS
+        # Even if every running request decodes, a step must have room for prompt tokens.
         for_prompts = min(MIN_PREFILL_TOKENS, share_for_prompts * num_tokens)
         by_time = min(self._decoding.largest_within(step_s), num_tokens - for_prompts)
         num_tokens = max(num_tokens, num_running + for_prompts, MIN_PREFILL_TOKENS)
@@ -182,7 +183,7 @@ class Tuner(StepObserver):
 
 
 def _settled(current: StepLimits, wanted: StepLimits, highest: StepLimits) -> StepLimits:
-    """Return the limits to use: each wanted limit that differs enough from the current one, else the current one."""
+    """Return the new limits. A limit keeps its current value unless the wanted one differs enough."""
     tokens, chunk, running = (
         new if new < _TOO_HIGH * old or new > _TOO_LOW * old or new == top else old
         for old, new, top in zip(current, wanted, highest, strict=True)
@@ -191,7 +192,7 @@ def _settled(current: StepLimits, wanted: StepLimits, highest: StepLimits) -> St
 
 
 class TuningLog:
-    """Logs changed limits from time to time, and logs once that the targets are unreachable."""
+    """Logs changed limits at most every few seconds, and logs once if the targets are unreachable."""
 
     _EVERY_S = 10.0  # minimum seconds between two log lines about changed limits
 
@@ -204,7 +205,7 @@ class TuningLog:
         if tuning.reason is TuningReason.UNREACHABLE and not self._has_told_of_reach:
             self._has_told_of_reach = True
             logger.warning(
-                "%s cannot be held: even the smallest steps take longer; steps of up to %.3g ms are planned instead",
+                "%s cannot be met: even the smallest steps take longer; steps of up to %.3g ms are allowed instead",
                 self._targets, 1000 * tuning.step_s,
             )  # fmt: skip
         if tuning.num_changes > self._num_changes_told and at >= self._tells_at:
@@ -217,7 +218,7 @@ class TuningLog:
 
 
 class _MemoryLimit:
-    """The number of requests that may run without a preemption for memory: the last one that fitted, raised slowly."""
+    """The number of requests that fit into memory: the number left after the last preemption, raised slowly."""
 
     def __init__(self, highest: int) -> None:
         self._highest = float(highest)
@@ -227,7 +228,7 @@ class _MemoryLimit:
 
     def preempted(self, num_running: int, at: float) -> None:
         """Record that `num_running` requests were left after a preemption for memory."""
-        if at - self._moved_at >= PERIOD_S:  # preemptions within one period belong to one shortage
+        if at - self._moved_at >= PERIOD_S:  # preemptions within one period belong to the same shortage
             self._patience_s = min(2 * self._patience_s, _MAX_MEMORY_PATIENCE_S)
         self._limit, self._moved_at = min(self._limit, num_running), at
 
@@ -243,20 +244,20 @@ _CLASS_WIDTH = log(1.05)
 
 
 class RecentTimes:
-    """A histogram of the times of the last `WINDOW_S` seconds, in classes of 5%, with one part for each second."""
+    """A histogram of times in the last `WINDOW_S` seconds, in classes of 5%, with one part per second."""
 
     def __init__(self) -> None:
         self._parts: deque[tuple[float, Counter[int]]] = deque()
 
     def note(self, at: float, seconds: float, number: int = 1) -> None:
-        """Record `number` times of `seconds` each. `at` must not be before the `at` of the last call."""
+        """Record `number` times of `seconds` each. `at` must not decrease between calls."""
         if not self._parts or at >= self._parts[-1][0] + PERIOD_S:
             self._parts.append((at, Counter()))
             self._forget(at)
         self._parts[-1][1][ceil(log(max(seconds, 1e-6)) / _CLASS_WIDTH)] += number
 
     def p99(self, at: float) -> float:
-        """Return the 99th percentile of the window that ends at `at`; 0 if the window has no times."""
+        """Return the 99th percentile in the window that ends at `at`, or 0 if the window contains no times."""
         counts = self._counts(at)
         left = counts.total() // 100
         for number in sorted(counts, reverse=True):
@@ -266,13 +267,13 @@ class RecentTimes:
         return 0.0
 
     def has_missed(self, target_s: float, at: float) -> bool:
-        """Whether more than 1% of the times, and more than 3 of them, were longer than the target."""
+        """Whether more than 1% of the times, and more than 3 in total, were longer than the target."""
         if target_s == inf:
             return False
         counts = self._counts(at)
         last = ceil(log(target_s) / _CLASS_WIDTH)
         num_missed = sum(number for each, number in counts.items() if each > last)
-        min_misses = 3  # a target is missed only if more times are too long: one slow request is no trend
+        min_misses = 3  # more times must be too long, because a few slow requests are not a trend
         return num_missed > max(min_misses, counts.total() / 100)
 
     def _counts(self, at: float) -> Counter[int]:

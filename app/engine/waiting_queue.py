@@ -1,4 +1,4 @@
-"""The sequences that wait to join, divided into the strategy's buckets. A bucket is in the policy's order."""
+"""The waiting sequences, divided into the strategy's buckets. Each bucket is in the policy's order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.engine.sequence import EngineSequence, SequenceStatus
 
 KeyT = TypeVar("KeyT")
 
-MAX_SORTED = 1000  # sequences of a bucket that `WaitingQueue.first` sorts: half a millisecond
+MAX_SORTED = 1000  # maximum number of sequences per bucket that `WaitingQueue.first` sorts, in half a millisecond
 
 
 class PolicyQueue(Protocol):
@@ -35,12 +35,12 @@ class PolicyQueue(Protocol):
 
 
 class WaitingQueue:
-    """All waiting sequences, with totals. Push, pop and peek take at most O(log n) for n waiting sequences."""
+    """All waiting sequences, with totals. Push, pop and peek take at most O(log n) time for n waiting sequences."""
 
     def __init__(self, new_queue: Callable[[], PolicyQueue], bucket_of: Callable[[EngineSequence], int]) -> None:
-        """`new_queue` makes an empty queue in the policy's order.
+        """`new_queue` returns an empty queue in the policy's order.
 
-        `bucket_of` returns the bucket number of a sequence; the number must never change.
+        `bucket_of` returns a sequence's bucket number, which must never change.
         """
         self._new_queue = new_queue
         self._bucket_of = bucket_of
@@ -72,21 +72,21 @@ class WaitingQueue:
         self._count(sequence, 1)
 
     def peek(self, number: int = 0) -> EngineSequence:
-        """Return the next sequence to join from a bucket, which must not be empty."""
+        """Return a bucket's next sequence to join. The bucket must not be empty."""
         return self._buckets[number].queue.peek()
 
     def pop(self, number: int = 0) -> EngineSequence:
-        """Remove the next sequence from a bucket, which must not be empty. Call this once the sequence runs."""
+        """Remove and return a bucket's next sequence. Its status must no longer be WAITING."""
         sequence = self._buckets[number].pop()
         self._count(sequence, -1)
         return sequence
 
     def first(self, number: int) -> list[EngineSequence]:
-        """Return the first sequences by rank among the oldest MAX_SORTED of each bucket. For display only: it is slow.
+        """Return the first sequences by rank among the oldest MAX_SORTED of each bucket. Slow, so for display only.
 
-        The next one to join is always first. Under `fair`, later ones may join in another order: tenants take turns.
+        Each bucket's next sequence comes first. With `fair`, later ones may join in another order: tenants take turns.
         """
-        found: dict[int, EngineSequence] = {}  # by arrival: a bucket may list a preempted sequence twice
+        found: dict[int, EngineSequence] = {}  # by arrival number, because a bucket may list a preempted sequence twice
         for bucket in self.buckets:
             found |= {sequence.arrival: sequence for sequence in bucket.oldest(MAX_SORTED)}
         heads = [bucket.queue.peek() for bucket in self.buckets]
@@ -101,7 +101,6 @@ class WaitingQueue:
         return sorted(taken, key=attrgetter("arrival"))
 
     def note_finished(self, sequence: EngineSequence) -> None:
-        """Account for a waiting sequence that has just finished."""
         self._buckets[self._bucket_of(sequence)].note_finished(sequence)
         self._count(sequence, -1)
 
@@ -115,23 +114,23 @@ class WaitingQueue:
 
 
 class Bucket:
-    """Sequences that may share a batch, in the policy's order and by age."""
+    """The waiting sequences that may share a batch, in the policy's order and by age."""
 
     def __init__(self, number: int, queue: PolicyQueue) -> None:
         self.number = number
         self.queue = queue
         self.num_waiting = 0
         self.num_tokens = 0  # prompt tokens
-        self._by_age = deque[EngineSequence]()  # the oldest first; sequences that no longer wait are removed lazily
+        self._by_age = deque[EngineSequence]()  # oldest first; sequences that no longer wait are removed lazily
 
     @property
     def oldest_at(self) -> float:
-        """Arrival of the oldest sequence, in seconds of the engine's clock. The bucket must not be empty."""
+        """When the oldest sequence arrived, in seconds of the engine's clock. The bucket must not be empty."""
         self._drop_gone()
         return self._by_age[0].arrived_at
 
     def oldest(self, number: int) -> Iterable[EngineSequence]:
-        """Yield waiting sequences among the oldest `number` entries, the oldest first."""
+        """Yield the waiting sequences among the oldest `number` entries, oldest first."""
         return (each for each in islice(self._by_age, number) if each.status is SequenceStatus.WAITING)
 
     def push(self, sequence: EngineSequence) -> None:
@@ -165,14 +164,14 @@ class Bucket:
 
 
 class LazyHeap(Generic[KeyT]):
-    """Sequences by key, lowest first; equal keys by arrival.
+    """Sequences in ascending order of their keys. Sequences with equal keys are in order of arrival.
 
-    A queued sequence that finishes is only counted. It is removed when it reaches the top, or together with all other
-    finished sequences once they are half of the heap. Every operation therefore costs O(log n) on average.
+    A queued sequence that finishes is only counted. It is removed when it reaches the top, or when finished sequences
+    make up half of the heap, which removes all of them. Each operation therefore takes O(log n) time on average.
     """
 
     def __init__(self, key: Callable[[EngineSequence], KeyT]) -> None:
-        """`key` is called once for each push."""
+        """`key` is called once per push without an explicit key."""
         self._key = key
         self._heap: list[tuple[KeyT, int, EngineSequence]] = []
         self._num_finished = 0
@@ -184,7 +183,7 @@ class LazyHeap(Generic[KeyT]):
         return (sequence for _, _, sequence in self._heap if not sequence.is_finished)
 
     def push(self, sequence: EngineSequence, key: KeyT | None = None) -> None:
-        """Add a sequence by `key`; None: by the heap's key function."""
+        """Add a sequence with this key, or with the heap's own key for the sequence if `key` is None."""
         heappush(self._heap, (self._key(sequence) if key is None else key, sequence.arrival, sequence))
 
     def first_key(self) -> KeyT:
@@ -203,7 +202,6 @@ class LazyHeap(Generic[KeyT]):
         return heappop(self._heap)[2]
 
     def note_finished(self, sequence: EngineSequence) -> None:
-        """Account for a queued sequence that has just finished."""
         self._num_finished += 1
         if self._num_finished > len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]

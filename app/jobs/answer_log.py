@@ -1,8 +1,8 @@
 """Log files that store answers while they are generated.
 
-Appended bytes are buffered in memory until they are written. If the disk is full, only the answers on that disk wait,
-and their writes are retried. A slow disk blocks the event loop once; after that, a thread writes. Readers receive bytes
-only once they are in the file, so a client never reads a token that a crash of this process would lose.
+Appended bytes are buffered in memory until they are written. If the disk is full, only the affected answers wait, and
+their writes are retried. A slow disk blocks the event loop once; after that, a thread writes. Readers receive bytes
+only once they are in the file, so clients never read tokens that a crash of this process would lose.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from app.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES = 1024 * 1024  # above this many unwritten bytes of one answer, `append` waits until all are written
-READ_BYTES = 256 * 1024  # the largest piece that one read returns
-_TAIL_BYTES = 16 * 1024  # the last bytes of a file stay in memory, so that readers of a growing file need no disk read
-# A round of writes that takes longer counts as slow. Fast storage is written from the event loop itself, because a
-# thread must wait for the interpreter's lock after each write, which doubles the time and delays the readers.
+MAX_PENDING_BYTES = 1024 * 1024  # if an answer has more unwritten bytes, `append` waits until all are written
+READ_BYTES = 256 * 1024  # maximum size of the piece that one read returns
+_TAIL_BYTES = 16 * 1024  # kept in memory from the end of a file, so that readers of a growing file need no disk read
+# Rounds of writes that take longer count as slow. Fast storage is written on the event loop, because a thread would
+# have to wait for the interpreter's lock after each write, which would double the time and delay the readers.
 _SLOW_S = 0.01
 
 Take = Callable[[bytes], bool]  # receives the next bytes of an answer and returns False to refuse them
 
 
 class _Descriptor:
-    """An open file, which is closed once the log and all writes in threads have dropped their references."""
+    """An open file, which is closed once neither the log nor a write in a thread refers to it."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_WRONLY)
@@ -47,7 +47,7 @@ class AnswerLog:
     def __init__(self, path: Path, writer: LogWriter, num_bytes: int, *, content: bytes = b"") -> None:
         """Open an existing file whose first `num_bytes` bytes are valid. Raises OSError.
 
-        A caller that knows the file's whole content passes it as `content`, so that readers get its tail from memory.
+        If the file's whole content is known, pass it as `content`, so that readers get the tail from memory.
         """
         self.path = path
         self.num_bytes = num_bytes  # the valid bytes in the file
@@ -60,7 +60,7 @@ class AnswerLog:
         self._waiting: list[tuple[asyncio.Future[int], Take | None]] = []  # readers and writers that await a change
 
     async def append(self, data: bytes) -> None:
-        """Queue bytes for writing; wait if too many are unwritten. Raises Unavailable if the storage is broken."""
+        """Queue bytes for writing, and wait if too many are unwritten. Raises Unavailable if the storage is broken."""
         self._pending += data
         self._writer.add(self)
         if len(self._pending) > MAX_PENDING_BYTES or self._failure is not None:
@@ -78,16 +78,16 @@ class AnswerLog:
         os.fsync(self._file.number)
 
     def close(self, end: AnswerEnd | None = None, failure: Exception | None = None) -> None:
-        """End the answer and drop its unwritten bytes. Readers receive `end`, or `failure` is raised in them."""
+        """End the answer and drop its unwritten bytes. Readers receive `end`, or raise `failure`."""
         self._end, self._failure = end, self._failure or failure
         self._pending.clear()
         self._wake()
 
     async def parts(self, offset: int, *, waits: bool, take: Take | None = None) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the bytes from `offset` on, then the end. Raises the failure of an answer that failed.
+        """Yield the bytes from `offset` on, then the end. Raises the answer's failure if it has failed.
 
-        With `waits`, the generator waits for bytes that are not written yet. Meanwhile new bytes are passed to `take`
-        until it refuses some, because waking the reader for each token would cost several times as much.
+        With `waits`, the generator waits for bytes that are not written yet. While it waits, new bytes are passed to
+        `take` until it refuses some, because waking the reader for each token would cost several times as much.
         """
         while True:
             if offset < self.num_bytes:
@@ -112,7 +112,7 @@ class AnswerLog:
         return data[: self.num_bytes - offset]  # later bytes belong to a write that is in progress or failed midway
 
     async def _change(self, take: Take | None = None) -> int:
-        """Wait for a change that `take` does not accept. Returns the file's valid bytes before that change."""
+        """Wait for a change that `take` does not accept. Returns the file's number of valid bytes before the change."""
         change: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((change, take))
         return await change
@@ -121,7 +121,7 @@ class AnswerLog:
         """Notify all waiting callers that `data` was written or, if it is empty, that something else changed."""
         waiting, self._waiting = self._waiting, []
         for change, take in waiting:
-            if change.done():  # the reader has left
+            if change.done():  # the reader was cancelled
                 continue
             if data and take is not None and take(data):
                 self._waiting.append((change, take))
@@ -145,9 +145,9 @@ class AnswerLog:
         return bool(self._pending)
 
     def note_broken(self, error: OSError) -> None:
-        """Fail the answer after a write error that a retry would not cure."""
+        """Fail the answer after a write error that retries would not fix."""
         logger.error("the answer %s cannot be stored: %s", self.path.name, error)
-        self.close(failure=Unavailable("the server cannot store this answer; its log has the reason"))
+        self.close(failure=Unavailable("the server cannot store this answer; see its log for the reason"))
 
 
 _Work = tuple[_Descriptor, int, bytes]
@@ -199,7 +199,7 @@ class LogWriter:
 
     def _put_off_until_later(self, log: AnswerLog, error: OSError) -> None:
         if not self._put_off:
-            logger.error("answers cannot be stored: %s; trying again every %.0f s", error, STORAGE_PAUSE_S)
+            logger.error("answers cannot be stored: %s; retrying every %.0f s", error, STORAGE_PAUSE_S)
         self._put_off[log] = asyncio.get_running_loop().call_later(STORAGE_PAUSE_S, self._try_again, log)
 
     def _try_again(self, log: AnswerLog) -> None:
@@ -208,7 +208,7 @@ class LogWriter:
 
 
 def _write_all(work: Sequence[_Work]) -> list[OSError | None]:
-    """Perform all writes. Returns the error or None for each of them."""
+    """Perform all writes. Returns an error or None for each."""
     errors: list[OSError | None] = []
     for file, offset, data in work:
         try:
@@ -242,7 +242,7 @@ def read_piece(path: Path, offset: int) -> bytes:
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
-        raise NotFound(f"there is no response {path.name!r} any more", code="response_not_found") from None
+        raise NotFound(f"the response {path.name!r} no longer exists", code="response_not_found") from None
     try:
         return os.pread(file, READ_BYTES, offset)
     finally:
@@ -250,7 +250,7 @@ def read_piece(path: Path, offset: int) -> bytes:
 
 
 async def pieces_of(path: Path, offset: int = 0) -> AsyncGenerator[bytes, None]:
-    """Yield the content of a file from `offset` on; a thread reads it. Raises NotFound or OSError."""
+    """Yield a file's content from `offset` on, which is read in a thread. Raises NotFound or OSError."""
     while piece := await asyncio.to_thread(read_piece, path, offset):
         yield piece
         offset += len(piece)

@@ -1,8 +1,7 @@
-"""Bookkeeping for a run's unfinished items: those that wait, those on an engine, and those whose engine died.
+"""Tracks a run's unfinished items: items that are waiting, items on an engine, and items whose engine died.
 
-When an engine dies, every item on it may be the cause. An item that was present at two deaths becomes a suspect and
-runs alone, after all other items, so that its neighbours are not blamed for it. An item that was present at four
-deaths, the last two times alone, is given up.
+When an engine dies, any item on it may be the cause. After two deaths, an item becomes a suspect. It then runs alone,
+after all other items, so that its neighbours are not blamed. After four deaths, two of them alone, it is not retried.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ class Backlog(Generic[ItemT]):
 
     @property
     def num_suspects(self) -> int:
-        """Number of items that may have killed an engine and wait to run alone."""
+        """Number of items that may have killed an engine and are waiting to run alone."""
         return len(self._suspects)
 
     @property
     def num_known(self) -> int:
-        """Number of items that wait or are on an engine."""
+        """Number of items that are waiting or on an engine."""
         return len(self._known)
 
     @property
@@ -86,7 +85,7 @@ class Backlog(Generic[ItemT]):
         return not self._known
 
     def add(self, items: Iterable[ItemT]) -> list[InvalidItem]:
-        """Add items from the input; skip those that have ended or are known. Returns the items to give up at once."""
+        """Add items from the input that are new and have not ended. Returns items that must not be retried."""
         given_up = []
         for item in items:
             if item.number in self._ended or item.number in self._known:
@@ -113,9 +112,9 @@ class Backlog(Generic[ItemT]):
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[ItemT]:
-        """Assign waiting items to an engine, or one suspect once nothing else is left. Returns them.
+        """Assign waiting items to an engine, or one suspect once nothing else is left, and return them.
 
-        The last item may need more than the `room` requests that remain.
+        Stops once the items have at least `room` requests.
         """
         if not self.has_items_for(engine, input_is_over=input_is_over):
             return []
@@ -148,7 +147,7 @@ class Backlog(Generic[ItemT]):
         on_engine.is_alone = on_engine.is_alone and bool(on_engine.items)
 
     def give_back(self, engine: int, item: int) -> bool:
-        """Return an item that the engine refused to the end of the queue, so that it does not delay other items.
+        """Move an item that the engine refused to the end of the queue, so that it does not delay other items.
 
         Returns whether the item had begun.
         """
@@ -193,5 +192,5 @@ class Backlog(Generic[ItemT]):
 
     def _given_up(self, item: ItemT) -> InvalidItem:
         num_deaths = self._culprits.num_losses(item.number)
-        reason = f"the engine died {num_deaths} times while it computed this item, twice with nothing else on it"
+        reason = f"the engine died {num_deaths} times while computing this item, twice while computing nothing else"
         return InvalidItem(number=item.number, id=item.id, reason=reason)

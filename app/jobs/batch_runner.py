@@ -1,7 +1,7 @@
 """Runs batches from `validating` to their end, and resumes batches after a crash.
 
-A batch pauses while the storage fails or is nearly full, and while its owner's share is used up. The runner retries
-until the storage works or the batch expires. An expired batch still delivers the results that it has.
+A batch is paused while the storage fails or is nearly full, and while its owner's share is used up. The runner retries
+until the storage works or the batch expires. An expired batch still delivers its results so far.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from app.jobs.space import RESERVE_OF_WORK, shortage_of_disk, shortage_of_share
 logger = logging.getLogger(__name__)
 
 SPACE_LOOK_EVERY_S = 1.0
-# The share of the disk's reserve that output files leave free; less than for items, so that paused batches can end.
+# The fraction of the disk's reserve that output files leave free; lower than for items, so that paused batches can end.
 _RESERVE_OF_FILES = 0.25
 
 # The final state of a batch, by its state when its last item stopped.
@@ -78,13 +78,13 @@ class BatchRunner:
         self._rates: dict[str, RecentRate] = {}  # output tokens per second, by owner
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch id, like most dicts below
         self._owners: dict[str, str] = {}
-        # One lock per owner. Reading or writing a whole file occupies a thread for seconds, and all owners share the
-        # threads, so no owner may occupy more than one of them.
+        # One lock per owner. Reading or writing a whole file occupies a thread for seconds, so each owner may occupy
+        # only one of the threads that all owners share.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stops: dict[str, asyncio.Event] = {}
         self._pauses: dict[str, ItemError] = {}
         self._logged_at: dict[tuple[type, int | None], float] = {}  # times of logged storage failures, by kind
-        self._results: dict[str, ResultStore] = {}  # open stores of the batches that have begun and not ended
+        self._results: dict[str, ResultStore] = {}  # open stores of the batches that have begun but not ended
         self._counted: dict[str, asyncio.Event] = {}  # set once a batch's counts are known or cannot be read
         self.num_completed = 0  # items that this process completed without an error
         self.num_failed = 0  # items that this process ended with an error
@@ -121,10 +121,10 @@ class BatchRunner:
     async def sweep(self) -> list[Job]:
         """Remove the results of ended batches and return the unfinished batches. Call before any batch starts.
 
-        The output files already contain the removed results. The results of a batch that was given up without files
-        stay until the catalog forgets the batch.
+        The output files already contain the removed results. The results of a batch that failed without files are kept
+        until the catalog forgets the batch.
         """
-        # List the folder before the query, or a batch that another process starts in between would lose its results.
+        # List the folder before the query. Otherwise a batch that another process starts in between loses its results.
         there = {path.name for path in await asyncio.to_thread(lambda: [*self._folder.glob("*")])}
         unfinished = await self._thread.run(self._catalog.unfinished)
         given_up = await self._thread.run(self._catalog.given_up_ids)
@@ -133,7 +133,7 @@ class BatchRunner:
         return unfinished
 
     async def resume(self, jobs: Sequence[Job]) -> None:
-        """Resume batches of an earlier process. Returns once their counts are known, so that no client sees a drop."""
+        """Resume an earlier process's batches. Returns once their counts are known, so that clients see no drop."""
         for job in jobs:
             self.start(job)
         begun = [job.id for job in jobs if job.status is not JobState.VALIDATING]
@@ -176,7 +176,7 @@ class BatchRunner:
                 await steps[-1](job_id)
                 return
             except FileNotFoundError as error:
-                logger.error("batch %s: a file that it needs is gone: %s", job_id, described(error))
+                logger.error("batch %s: a required file is missing: %s", job_id, described(error))
                 steps.pop()
             except STORAGE_FAILURES as error:
                 self._pauses[job_id] = _STORAGE_FAILED
@@ -203,7 +203,7 @@ class BatchRunner:
 
     async def _give_up(self, job_id: str) -> None:
         """Fail a batch whose files cannot be written although the storage works. Keeps its results."""
-        logger.error("batch %s: ends without files; what was done stays in %s", job_id, self._folder / job_id)
+        logger.error("batch %s failed without output files; its results are in %s", job_id, self._folder / job_id)
         failed = {"status": JobState.FAILED, "failed_at": self._now(), "errors": (_SERVER_ERROR,)}
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)
 
@@ -257,7 +257,7 @@ class BatchRunner:
     ) -> bool:
         """Compute items until room or time runs out or the batch is stopped. Returns whether every item has ended.
 
-        Without room no new item begins, but running items finish, because computing them again would cost twice.
+        Without room, no new items start, but running items finish, because recomputing them would double their cost.
         """
         is_full = asyncio.Event()
         run = asyncio.create_task(self._compute(job, results, is_full))
@@ -298,16 +298,16 @@ class BatchRunner:
             return False
         self._pauses[job_id] = ItemError(code="storage_full", message=shortage)
         if not was_paused:
-            logger.warning("batch %s waits for room: %s", job_id, shortage)
+            logger.warning("batch %s is paused for lack of room: %s", job_id, shortage)
         return True
 
     def _log_failure(self, job_id: str, error: Exception) -> None:
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
-        storage_log_every_s = 60.0  # one line per kind of failure, because many batches repeat the same failure
+        storage_log_every_s = 60.0  # per kind of failure, because many batches repeat the same failure
         if now >= self._logged_at.get(kind, -math.inf) + storage_log_every_s:
             self._logged_at[kind] = now
             reason = described(error)
-            logger.error("batch %s: the storage failed; trying again every %g s: %s", job_id, STORAGE_PAUSE_S, reason)
+            logger.error("batch %s: the storage failed; retrying every %g s: %s", job_id, STORAGE_PAUSE_S, reason)
 
     async def _compute(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
         async def unfinished() -> AsyncGenerator[list[Item], None]:
@@ -361,7 +361,7 @@ class BatchRunner:
             await asyncio.sleep(STORAGE_PAUSE_S)
 
     async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
-        """Delete a batch's files that the catalog does not name; a retry or another process has written new ones."""
+        """Delete a batch's files that are not in the catalog. A retry or another process writes new ones."""
         ended = await self._thread.run(self._catalog.job, job.id)
         for file in files:
             if file.id not in (ended.output_file_id, ended.error_file_id):
@@ -393,6 +393,6 @@ class BatchRunner:
         return int(self._clock())
 
 
-_SERVER_ERROR = ItemError(code="server_error", message="the server failed on this batch; its log has the reason")
+_SERVER_ERROR = ItemError(code="server_error", message="the server failed to run this batch; see its log for why")
 
-_STORAGE_FAILED = ItemError(code="storage_failed", message="the server cannot use its storage now; it keeps trying")
+_STORAGE_FAILED = ItemError(code="storage_failed", message="the server cannot use its storage now; it is retrying")

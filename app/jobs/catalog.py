@@ -2,8 +2,8 @@
 
 The catalog supports one writer, so use it in one thread. `app/jobs/results.py` stores the results of batches.
 
-Several machines may share the folder's storage, so the database cannot use a WAL, which requires shared memory. Each
-opening increments a generation number, so a process that has lost the folder's lock unnoticed cannot write any more.
+Several machines may share the folder's storage, so the database cannot use a WAL, which requires shared memory. Opening
+the database increments a generation number, so a process that has lost the lock without noticing can no longer write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RUNS = f"status IN {RESPONSE_RUNS}"  # selects responses that have not ended
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
 _VERSION = 6  # the version of the tables below; increase it whenever they change
-# Databases of these versions are upgraded in place. Stored responses of version 5 have another format and are dropped.
+# Databases of these versions are upgraded in place. Stored responses of version 5 have an old format and are dropped.
 _EXTENDED = (4, 5)
 
 
@@ -66,7 +66,7 @@ _COUNTS = ("num_items", "num_completed", "num_failed", "num_input_tokens", "num_
 
 
 class Superseded(OSError):
-    """Another process has opened the folder since this one did, so this process must not change it any more."""
+    """Raised if another process has opened the folder since this one did, so this process must no longer change it."""
 
 
 class Catalog:
@@ -75,8 +75,8 @@ class Catalog:
     def __init__(self, folder: Path) -> None:
         """Open the database, or create one in an empty folder.
 
-        Raises InvalidSetup if another version created the tables, or if the database is damaged, or is missing from a
-        folder with content: a new database would name none of the files, so a sweep would delete them as leftovers.
+        Raises InvalidSetup if another version created the tables, if the database is damaged, or if it is missing from
+        a folder with content. A new database would name none of the files, so a sweep would delete them as leftovers.
         """
         self._path = folder / "batches.sqlite3"
         self._connection = self._connect()
@@ -102,7 +102,7 @@ class Catalog:
         """Raise Superseded if another process has opened the folder since this one did."""
         [generation] = self._connection.execute("SELECT generation FROM service").fetchone()
         if generation != self._generation:
-            raise Superseded(f"{self._path} was opened by another process; this one, number {self._generation}, stops")
+            raise Superseded(f"{self._path} was opened by another process after this one (number {self._generation})")
 
     # Files
 
@@ -134,11 +134,11 @@ class Catalog:
         return ids
 
     def remove_unread_file(self, file_id: str) -> None:
-        """Call `remove_file`, unless an unfinished batch reads the file. Raises InvalidRequest in that case."""
+        """Call `remove_file`. Raises InvalidRequest if an unfinished batch reads the file."""
         query = f"SELECT id FROM batches WHERE input_file_id = ? AND {_NOT_ENDED}"
         readers = [row["id"] for row in self._connection.execute(query, (file_id,))]
         if readers:
-            raise InvalidRequest(f"the file is read by {', '.join(readers)}; wait for the batch to end, or cancel it")
+            raise InvalidRequest(f"the file is used by {', '.join(readers)}; wait for the batch to end, or cancel it")
         self.remove_file(file_id)
 
     def remove_file(self, file_id: str) -> None:
@@ -183,7 +183,7 @@ class Catalog:
         return [_job(row) for row in rows]
 
     def given_up_ids(self) -> list[str]:
-        """Return the ids of batches that failed without files after they began. Their work exists only as results."""
+        """Return the ids of batches that began and failed without files. Their results exist only in their stores."""
         query = """SELECT id FROM batches WHERE status = ? AND in_progress_at IS NOT NULL
                    AND output_file_id IS NULL AND error_file_id IS NULL"""
         return [row["id"] for row in self._connection.execute(query, (JobState.FAILED.value,))]
@@ -204,7 +204,7 @@ class Catalog:
             self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
     def _update(self, job_id: str, was: JobState | None, changes: Mapping[str, Any]) -> None:
-        """Update a batch if its status is still `was` (None: any). If the batch ends, schedule its message."""
+        """Update a batch if its status is still `was` (None for any). If the batch ends, schedule its message."""
         columns, status = ", ".join(f"{name} = ?" for name in changes), changes["status"]
         changed = self._connection.execute(
             f"UPDATE batches SET {columns} WHERE id = ? AND status = ifnull(?, status)",
@@ -269,7 +269,7 @@ class Catalog:
         return StoredResponse(**row)
 
     def continued_response(self, owner: str, response_id: str) -> StoredResponse:
-        """Return the response that another one continues; it may be marked as deleted or expired.
+        """Return the response that another one continues. It may be marked as deleted, or have expired.
 
         Raises InvalidRequest if the owner has no such response.
         """
@@ -291,13 +291,13 @@ class Catalog:
         return [StoredResponse(**row) for row in rows]
 
     def count_response_attempt(self, response_id: str, *, by: int = 1) -> None:
-        """Count one more attempt. `by=-1` reverts the count when the process stops cleanly, which is not a crash."""
+        """Count an attempt. `by=-1` reverts this if the process stops cleanly, because only crashes should count."""
         with self._transaction():
             query = "UPDATE answers SET num_attempts = num_attempts + ? WHERE id = ?"
             self._connection.execute(query, (by, response_id))
 
     def end_response(self, response_id: str, end: AnswerEnd, num_bytes: int) -> AnswerEnd:
-        """End a response whose file has `num_bytes`. Returns `end`, or the earlier end if it has already ended."""
+        """End a response whose file has `num_bytes`. Returns `end`, or the existing end if it had already ended."""
         with self._transaction():
             row = self._row("SELECT owner, num_bytes, end FROM answers WHERE id = ?", (response_id,))
             if row is None or row["end"]:
@@ -319,7 +319,7 @@ class Catalog:
         return [row["id"] for row in removed]
 
     def _remove_unused(self, response_id: str) -> list[sqlite3.Row]:
-        """Delete a response and those of its predecessors that are marked as deleted, up to one that is still used."""
+        """Mark a response as deleted, then delete it and its predecessors up to the first that is still used."""
         removed: list[sqlite3.Row] = []
         self._connection.execute("UPDATE answers SET is_deleted = 1 WHERE id = ?", (response_id,))
         unused: str | None = response_id
@@ -359,8 +359,8 @@ class Catalog:
     # SQL
 
     def _connect(self) -> sqlite3.Connection:
-        # One thread at a time uses the connection, but not always the one that created it. `_transaction` begins all
-        # transactions, so SQLite must begin none by itself.
+        # Only one thread at a time uses the connection, but not always the one that created it. `_transaction` begins
+        # all transactions, so `sqlite3` must not begin any.
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         return connection
@@ -377,17 +377,17 @@ class Catalog:
             raise self._lost(f"it is damaged: {problem}")
         if version not in (0, *_EXTENDED, _VERSION):  # 0: a new database
             raise InvalidSetup(
-                f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
-                f"another folder, or run the version that made it until its batches have ended"
+                f"{self._path} has tables of version {version}, but this Carousel reads {_VERSION}; set batches.path "
+                f"to another folder, or run the version that created the tables until all batches have ended"
             )
         # Ignore the folder of usage journals, which processes that send requests may have created earlier.
         if version == 0 and any(path.parent.name != JOURNALS for path in self._path.parent.glob("*/*")):
-            raise self._lost("it is empty, and the folder is not")
+            raise self._lost("it is missing or empty, but the folder is not")
 
     def _lost(self, problem: str) -> InvalidSetup:
         return InvalidSetup(
-            f"{self._path} cannot be used: {problem}; nothing was changed: restore the whole folder from a backup, or "
-            f"set batches.path to another one (files and results of batches are below {self._path.parent})"
+            f"{self._path} cannot be used: {problem}; nothing was changed. Restore the whole folder from a backup, or "
+            f"set batches.path to another folder (files and results of batches are in {self._path.parent})"
         )
 
     def _take_generation(self) -> int:
@@ -424,7 +424,7 @@ class Catalog:
         if page.after is not None:
             cursor = self._row(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (page.after, page.owner))
             if cursor is None:
-                raise NotFound(f"there is nothing with the id {page.after[:100]!r} to continue after", param="after")
+                raise NotFound(f"there is no entry with the id {page.after[:100]!r} in this list", param="after")
             condition += f" AND number {'>' if page.is_ascending else '<'} ?"
             beyond = (cursor["number"],)
         order = "ASC" if page.is_ascending else "DESC"

@@ -1,6 +1,6 @@
 """Reads the rows of a CSV stream, each with its position in the file.
 
-Uses Python's `csv` module, because pyarrow's reader does not report positions. Without them, every piece of a file
+Uses Python's `csv` module, because pyarrow's reader does not report positions. Without positions, every piece of a file
 would have to be read from the file's first byte, because quoted cells may contain line ends.
 """
 
@@ -22,7 +22,7 @@ class Border(NamedTuple):
     """A position between two lines of a file."""
 
     offset: int = 0  # in bytes
-    line: int = 1  # the number of the line after the border, from 1
+    line: int = 1  # number of the line after the border, from 1
 
 
 START = Border()
@@ -63,16 +63,16 @@ def read_csv_rows(
             cells = next(reader, None)
         except csv.Error as error:
             raise InvalidSetup(
-                f"{name}:{begin.line}: the row that begins in this line cannot be read: {error}. A cell that begins "
-                f"with a quote must end with one, and a quote inside it is written twice; a line ends with \\n or "
+                f"{name}:{begin.line}: the row that begins on this line cannot be read: {error}. A cell that begins "
+                f"with a quote must end with one, quotes inside it must be doubled, and lines must end with \\n or "
                 f"\\r\\n"
             ) from error
         if cells is None:
             return
         if delimiter == DELIMITERS["tsv"] and lines.place.line > begin.line + 1:
             raise InvalidSetup(
-                f"{name}:{begin.line}: a quote that begins in this line ends in a later one, and a row of TSV has one "
-                f"line; use CSV or JSONL for texts with line ends, and write a quote inside a cell twice, in quotes"
+                f"{name}:{begin.line}: a quote that opens on this line closes on a later one, but a TSV row is one "
+                f"line; use CSV or JSONL for texts with line ends; quote cells that contain quotes, and double these"
             )
         if any(cells) or (cells and begin == START):
             yield CsvRow(cells=cells, begin=begin, end=lines.place)
@@ -96,14 +96,14 @@ class _Lines:
             raise StopIteration
         if len(data) > MAX_REQUEST_BYTES:
             raise InvalidSetup(
-                f"{self._name}:{self.place.line}: the line has more than {MAX_REQUEST_BYTES:,} bytes, the most that a "
-                f"line may have; a line ends with \\n or \\r\\n"
+                f"{self._name}:{self.place.line}: the line has more than {MAX_REQUEST_BYTES:,} bytes, the maximum for "
+                f"one line; lines must end with \\n or \\r\\n"
             )
         try:
             text = (data.removeprefix(BOM_UTF8) if self.place.offset == 0 else data).decode()
         except UnicodeDecodeError:
             raise InvalidSetup(
-                f"{self._name}:{self.place.line}: the line is not UTF-8; save the file as UTF-8, or convert it, if "
+                f"{self._name}:{self.place.line}: the line is not UTF-8; save the file as UTF-8, or convert it if "
                 f"Excel wrote it: iconv -f WINDOWS-1252 -t UTF-8"
             ) from None
         self._on_bytes(data)

@@ -34,10 +34,7 @@ class FleetExecution:
     """Runs batches under the limits that all batches of a service share: items in flight, large lines, and suspects."""
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """`max_in_flight` limits the items in flight over all batches.
-
-        Owners share these slots equally, and the batches of one owner take turns.
-        """
+        """`max_in_flight` limits the items of all batches. Owners share it equally; an owner's batches take turns."""
         self.answer = answer
         self.max_in_flight = max_in_flight
         self.slots = OwnerSlots(max_in_flight)
@@ -64,7 +61,7 @@ class FleetExecution:
 
 
 class FleetExecutor(Executor[Item]):
-    """Computes one batch on the fleet. Sends items until some are refused to learn how many slots are idle."""
+    """Computes one batch on the fleet. To learn how many slots are idle, it sends items until some are refused."""
 
     def __init__(
         self, run: JobRun[Item], shared: FleetExecution, job: Job, form: BatchFormat, is_paused: asyncio.Event
@@ -134,7 +131,7 @@ class FleetExecutor(Executor[Item]):
 
     async def _has_slot(self) -> bool:
         if self._next_slot is None and not self._slots.locked():
-            await self._slots.acquire(self._job.owner)  # returns at once
+            await self._slots.acquire(self._job.owner)  # returns immediately
             return True
         if self._next_slot is None:
             self._next_slot = asyncio.create_task(self._take_slot())
@@ -166,7 +163,7 @@ class FleetExecutor(Executor[Item]):
             await self._ask(item)
 
     async def _ask(self, item: Item) -> None:
-        """Send an item and end it with the answer. After a refusal or a server error, the item waits again."""
+        """Send an item and store its answer. After a refusal or a server error, the item is queued again."""
         try:
             answered = await self._answer(item)
         except Overloaded as error:
@@ -217,10 +214,10 @@ class FleetExecutor(Executor[Item]):
 
 
 class Window:
-    """A limit for items in flight that grows exponentially while it is reached and no item is refused. Has no clock.
+    """A limit on items in flight that grows exponentially while it is reached and no item is refused. Has no clock.
 
-    A service without an idle slot refuses at once, so every item that was not refused is being computed, and a refusal
-    shows the exact capacity. TCP, in contrast, halves its window, because a loss only shows that some queue is full.
+    A service without an idle slot refuses immediately, so every item that was not refused is being computed, and a
+    refusal reveals the exact capacity. TCP halves its window instead, because a loss shows only that a queue is full.
     """
 
     def __init__(self, max_limit: int) -> None:
@@ -269,7 +266,7 @@ class OwnerSlots:
         try:
             await slot
         except asyncio.CancelledError:
-            if not slot.cancelled():  # the slot was assigned at the same moment
+            if not slot.cancelled():  # the slot was assigned at the same time
                 self.release(owner)
             raise
 

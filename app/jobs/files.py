@@ -1,4 +1,4 @@
-"""Stores files atomically under generated names. All calls block; make them in a thread."""
+"""Stores files atomically under generated names. All methods block; call them in a thread."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from app.jobs.job import StoredFile, new_file_id
 
 
 class FileStore:
-    """A folder of file contents, and of drafts that are being written. All names are ids that `FileDraft` generated."""
+    """A folder of file contents, and of drafts that are being written. All names are ids that `FileDraft` generates."""
 
     def __init__(self, folder: Path) -> None:
-        """Create missing folders, readable only by this user.
-
-        Raises InvalidSetup if an earlier version stored the files of this folder at a URL.
-        """
+        """Create missing folders, for this user only. Raises InvalidSetup if an earlier version used a URL instead."""
         elsewhere = folder / "files-name"
         if elsewhere.exists():
             raise InvalidSetup(
                 f"{folder}: an earlier version stored its files at the URL of batches.files, below "
-                f"{elsewhere.read_text(encoding='ascii')}/; this version stores files in {folder / 'files'}: copy the "
-                f"files to that folder, and remove {elsewhere}"
+                f"{elsewhere.read_text(encoding='ascii')}/; this version stores files in {folder / 'files'}; copy the "
+                f"files to that folder, and then delete {elsewhere}"
             )
         self._drafts, self._contents = folder / "drafts", folder / "files"
         for each in (folder, self._drafts, self._contents):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def draft(self) -> FileDraft:
-        """Begin to write a new file, which becomes visible only by `FileDraft.keep`."""
+        """Start a new file, which becomes visible once `FileDraft.keep` is called."""
         return FileDraft(self._drafts, self._contents)
 
     def open(self, file_id: str) -> BinaryIO:
@@ -54,8 +51,8 @@ class FileStore:
     def sweep(self, known: Callable[[], Iterable[str]]) -> None:
         """Remove the leftovers of a crash: drafts, and files that the catalog does not contain. Call before other work.
 
-        `known` returns the ids of the catalog. It is called after the folders are listed, so that new files are not
-        removed, and raises if this process may not remove files.
+        `known` returns the catalog's ids, or raises if this process may not remove files. It is called after the
+        folders are listed, so that new files are not removed.
         """
         drafts, file_ids = list(self._drafts.iterdir()), [each.name for each in self._contents.iterdir()]
         kept = set(known())
@@ -100,7 +97,7 @@ class FileDraft:
         sync_folder(self._content.parent)
 
     def described(self, owner: str, filename: str, purpose: str, now: int, keep_s: int | None) -> StoredFile:
-        """Return the catalog's row for this file, created at `now` and expiring `keep_s` later (None: never)."""
+        """Return the catalog's row for this file, created at `now` and expiring `keep_s` later (None for never)."""
         expires_at = None if keep_s is None else now + keep_s
         return StoredFile(
             id=self.id, owner=owner, bytes=self.num_bytes, created_at=now, expires_at=expires_at, filename=filename,
@@ -109,7 +106,7 @@ class FileDraft:
 
     def abandon(self) -> None:
         """Remove the draft and the file that `keep` stored, even if `keep` failed midway."""
-        with suppress(OSError):  # a full disk refuses the buffered bytes, which are not needed
+        with suppress(OSError):  # a full disk rejects the buffered bytes, which are not needed
             self._file.close()
         self._path.unlink(missing_ok=True)
         if self._is_written:

@@ -91,8 +91,8 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
     """Return the files of a path, a folder or a glob pattern, sorted by name.
 
     `pattern` is a local path, or a URI that pyarrow (and so Ray Data) can open: s3://, gs://, abfs://, hdfs://. A
-    folder includes its sub-folders. As in pyarrow and Ray Data, a folder or a pattern excludes hidden files, whose own
-    name or a sub-folder's name begins with "." or "_". Input that is left out is logged.
+    folder includes its sub-folders. As in pyarrow and Ray Data, folders and patterns exclude hidden files, which have a
+    name or a sub-folder that begins with "." or "_". Files that are left out are logged.
 
     Raises:
         InvalidSetup: no file was found, or a file's name does not show its format.
@@ -102,7 +102,7 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise InvalidSetup(f"--input {pattern}: cannot be read: {error}") from error
     if not uris:
-        raise InvalidSetup(f"--input {pattern}: there is no such file, or only hidden ones")
+        raise InvalidSetup(f"--input {pattern}: no file was found, or only hidden ones")
     folder = os.path.dirname(uris[0]) if len(uris) == 1 else os.path.commonpath([os.path.dirname(uri) for uri in uris])
     return tuple(InputFile(uri=uri, name=os.path.relpath(uri, folder), format=_format(uri)) for uri in uris)
 
@@ -139,8 +139,8 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
     _check_ids(pieces, id_hashes)
     if sample is not None and not asks_something:
         raise InvalidSetup(
-            f"no row has {settings.wanted_column}; the first has {', '.join(map(str, sample))[:300]}: name the column "
-            f"with --prompt-column or --messages-column"
+            f"no row has {settings.wanted_column}; the first row has {', '.join(map(str, sample))[:300]}. Name the "
+            f"column with --prompt-column or --messages-column"
         )
     return InputRows(files=tuple(files), pieces=tuple(pieces), num_rows=num_rows, fingerprint=digest.hexdigest())
 
@@ -217,17 +217,17 @@ def _names(header: CsvRow) -> list[str]:
 
 
 def _check_header(file: InputFile, names: Sequence[str]) -> None:
-    """Raise InvalidSetup if the header does not name the columns uniquely. Single columns may have no name."""
+    """Raise InvalidSetup if the header does not name the columns uniquely. Some columns may be unnamed."""
     if len(names) == 1 and any(separator in names[0] for separator in ",;\t|"):
         raise InvalidSetup(
-            f"{file.uri}: the header is one column, {names[0][:200]!r}; separate the cells by commas in .csv, by tabs "
-            f"in .tsv"
+            f"{file.uri}: the header has only one column, {names[0][:200]!r}; separate cells with commas in .csv and "
+            f"with tabs in .tsv"
         )
     twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
     if twice:
-        raise InvalidSetup(f"{file.uri}: the header names columns twice: {', '.join(twice)[:200]}; make each unique")
+        raise InvalidSetup(f"{file.uri}: the header repeats names: {', '.join(twice)[:200]}; make each name unique")
     if not any(names):
-        raise InvalidSetup(f"{file.uri}: the header has no names; the first row has to name the columns")
+        raise InvalidSetup(f"{file.uri}: the header has no names; the first row must name the columns")
 
 
 def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[InputPiece]:
@@ -282,17 +282,17 @@ def _read_parquet(piece: InputPiece) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null fields, because a Parquet row holds null for every column that was not given."""
+    """Remove null fields, because a Parquet row has a null in every column without a value."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: bool) -> None:
-    """Raise InvalidSetup if a file with an unreadable line has another format than its name says."""
+    """Raise InvalidSetup if a file with an unreadable line does not have the format that its name indicates."""
     if file.format in DELIMITERS:
         if not has_readable_row:
-            raise InvalidSetup(f"{file.uri}: has no row that can be read; the first error: {first_error}")
+            raise InvalidSetup(f"{file.uri}: no row can be read; the first error: {first_error}")
         return
     with _open(file) as stream:
         lines = (without_bom(line, number) for number, line in enumerate(stream, start=1))
@@ -309,10 +309,10 @@ def _kind_of(first_line: bytes, file: InputFile, first_error: str) -> str:
     if kind := _kind_in_bytes(first_line, file):
         return kind
     if first_line.startswith(b"["):
-        return f"is a JSON array, and JSONL has one object a line; convert it: jq -c '.[]' {name} > {target}"
+        return f"is a JSON array, but JSONL has one object per line; convert it with: jq -c '.[]' {name} > {target}"
     return (
-        f"has no row that can be read; the first error: {first_error}. JSONL has one object a line; an object over "
-        f"several lines is converted by: jq -c . {name} > {target}"
+        f"no row can be read; the first error: {first_error}. JSONL has one object per line; convert objects over "
+        f"several lines with: jq -c . {name} > {target}"
     )
 
 
@@ -329,9 +329,9 @@ def _kind_in_bytes(start: bytes, file: InputFile) -> str:
     """Return the format and the remedy for a file whose first bytes are not UTF-8 text, otherwise ""."""
     name, target, ours = _quoted(file), _target(file, file.format), file.format
     if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in start[:2]:
-        return f"is UTF-16, and {ours.upper()} is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > {target}"
+        return f"is UTF-16, but {ours.upper()} is UTF-8; convert it with: iconv -f UTF-16 -t UTF-8 {name} > {target}"
     if start.startswith(b"\x1f\x8b"):
-        return f"is compressed by gzip; decompress it: gunzip --stdout {name} > {target}"
+        return f"is compressed with gzip; decompress it with: gunzip --stdout {name} > {target}"
     if start.startswith(b"PAR1"):
         return "is Parquet; give it a name that ends in .parquet"
     return ""
@@ -354,7 +354,7 @@ def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
         shown = list(duplicates.items())[:max_named_duplicates]
         named = "; ".join(f"{row_id!r} in {', '.join(where[:4])}" for row_id, where in shown)
         more = f"; and {len(duplicates) - len(shown):,} more" if len(duplicates) > len(shown) else ""
-        raise InvalidSetup(f"{len(duplicates):,} ids belong to more than one row: {named}{more}; make each unique")
+        raise InvalidSetup(f"{len(duplicates):,} ids occur in more than one row: {named}{more}; make each id unique")
 
 
 def _hash(row_id: str) -> int:
@@ -374,7 +374,7 @@ def _local(pattern: str) -> list[str]:
 
 
 def _names_below(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all files below a folder. Links to folders are not followed: they may form a loop."""
+    """Yield the relative paths of all files below a folder. Does not follow links to folders, which may form a loop."""
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         for name in (*files, *links):
@@ -423,8 +423,8 @@ def _check_copies(pattern: str, names: Iterable[str]) -> None:
     for alike in formats.values():
         if len(alike) > 1 and any(FORMATS[PurePosixPath(name).suffix.lower()] in DELIMITERS for name in alike):
             raise InvalidSetup(
-                f"--input {pattern}: {' and '.join(alike)} have one name, so they may have the same rows; choose files "
-                f"by a pattern, such as '*{PurePosixPath(alike[-1]).suffix}'"
+                f"--input {pattern}: {' and '.join(alike)} share one name, so they may have the same rows; select "
+                f"files with a pattern, such as '*{PurePosixPath(alike[-1]).suffix}'"
             )
 
 
@@ -436,7 +436,7 @@ def _matched(pattern: str, names: Sequence[str]) -> Sequence[str]:
 def _not_hidden(pattern: str, names: Sequence[str]) -> list[str]:
     hidden = [name for name in names if any(part.startswith(HIDDEN) for part in PurePosixPath(name).parts)]
     input_like = [name for name in hidden if PurePosixPath(name).suffix.lower() in FORMATS]
-    _say_left_out(pattern, input_like, "hidden files are not read; name them one by one if they should be")
+    _say_left_out(pattern, input_like, "hidden files are not read unless they are named one by one")
     return [name for name in names if name not in set(hidden)]
 
 
@@ -450,7 +450,7 @@ def _say_left_out(pattern: str, names: Sequence[str], why: str) -> None:
 def _format(uri: str) -> str:
     suffix = Path(uri).suffix.lower()
     if suffix not in FORMATS:
-        raise InvalidSetup(f"{uri}: a name that ends in {suffix!r} does not tell the format; use {', '.join(FORMATS)}")
+        raise InvalidSetup(f"{uri}: the suffix {suffix!r} is not supported; use one of {', '.join(FORMATS)}")
     return FORMATS[suffix]
 
 

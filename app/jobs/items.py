@@ -1,6 +1,6 @@
 """Reads and validates items from the lines of an upload and the rows of files.
 
-Uploads may have hundreds of megabytes and are read line by line in bounded memory. Blocks: call it in a thread.
+Uploads may have hundreds of megabytes, so they are read line by line in bounded memory. Reading blocks: use a thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OpenFile = Callable[[], BinaryIO]
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 
-# Columns of a plain row that may have texts. CSV cells of the other sampling columns are JSON: numbers, true, objects.
+# Sampling columns of a plain row that may contain text. CSV cells of all other sampling columns are JSON.
 TEXT_COLUMNS = ("stop", "reasoning_effort")
 # Columns of a plain row that have the same meaning as in a request body. Any other column is ignored. The field
 # `grammar` has other names in a body, and a row's answer has no log-probabilities.
@@ -39,7 +39,7 @@ SAMPLING_COLUMNS = (
 
 
 class NotAnItem(Exception):
-    """A line or a row is not a valid item. `error` says why."""
+    """Raised for a line or row that is not a valid item. `error` is the reason."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -47,10 +47,7 @@ class NotAnItem(Exception):
 
 
 def batch_line(value: Mapping[str, Any], urls: Collection[str]) -> tuple[str, str, dict[str, Any]]:
-    """Return (custom_id, url, body) of a line of an OpenAI batch. Raises NotAnItem for the first error.
-
-    The content of the body is checked when the item runs.
-    """
+    """Return (custom_id, url, body) from a line of an OpenAI batch. Raises NotAnItem. Does not validate the body."""
     for param in ("custom_id", "method", "url", "body"):
         if value.get(param) is None:
             raise NotAnItem("missing_required_parameter", f"{param} is required", param)
@@ -63,9 +60,9 @@ def batch_line(value: Mapping[str, Any], urls: Collection[str]) -> tuple[str, st
     if not isinstance(url, str) or url not in urls:
         raise NotAnItem("invalid_url", f"url should be one of {', '.join(urls)}; got {shown(url)}", "url")
     if not isinstance(body, dict):
-        raise NotAnItem("invalid_body", "body should be an object, the request to send", "body")
+        raise NotAnItem("invalid_body", "body should be an object with the request's parameters", "body")
     if body.get("stream") not in (None, False):
-        message = "an item of a batch is not streamed to a client; leave stream out"
+        message = "batch items cannot be streamed; leave stream out"
         raise NotAnItem("stream_not_supported", message, "body.stream")
     return custom_id, url, body
 
@@ -92,7 +89,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRules:
-    """The endpoint that all lines of an upload must have, and the limits of an upload."""
+    """The endpoint that all lines of an upload must name, and the limits for an upload."""
 
     endpoint: str
     max_items: int
@@ -101,7 +98,7 @@ class InputRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The result of checking a file to its end, to its hundredth error, or to the first line over the limit."""
+    """The result of checking a file up to its end, its hundredth error, or the first line above the limit."""
 
     num_items: int
     model: str | None
@@ -130,7 +127,7 @@ def check(open_file: OpenFile, rules: InputRules) -> Checked:
             if num_items > rules.max_items or len(errors) == MAX_LISTED_ERRORS:
                 break
     if not num_items:
-        errors.append(ItemError(code="empty_file", message="the file has no lines; give at least one request"))
+        errors.append(ItemError(code="empty_file", message="the file has no lines; it must have at least one request"))
     model = models.pop() if len(models) == 1 else None
     return Checked(num_items=num_items, model=model if isinstance(model, str) else None, errors=tuple(errors))
 
@@ -158,7 +155,7 @@ def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, 
             line_number += 1
             if len(raw) > rules.max_line_bytes and not raw.endswith(b"\n"):
                 _skip_rest(file)
-                message = f"the line has more than {rules.max_line_bytes:,} bytes, the most that a line may have"
+                message = f"the line has more than {rules.max_line_bytes:,} bytes, the maximum for one line"
                 yield line_number, ItemError(code="line_too_long", line=line_number, message=message)
                 continue
             text = without_bom(raw, line_number)
@@ -185,7 +182,7 @@ def _duplicate(item: Item, line_number: int, first: int) -> ItemError:
         code="duplicate_custom_id",
         line=line_number,
         param="custom_id",
-        message=f"custom_id {shown(item.id)} is also the id of line {first:,}; every line needs its own",
+        message=f"custom_id {shown(item.id)} is already used in line {first:,}; every line needs its own",
     )
 
 
@@ -194,7 +191,7 @@ def _duplicate(item: Item, line_number: int, first: int) -> ItemError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """The settings by which a whole run reads its rows."""
+    """Settings for reading all rows of a run."""
 
     prompt_column: str | None = None
     messages_column: str | None = None
@@ -211,7 +208,7 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of an input file. If the row cannot be read, `fields` is None and `error` says why."""
+    """A row of an input file. If the row cannot be read, `fields` is None and `error` is the reason."""
 
     number: int  # the position in the whole input, from 0
     id: str
@@ -237,8 +234,8 @@ def row_from_fields(fields: Mapping[str, Any], *, number: int, place: str) -> Ro
 def row_from_cells(names: Sequence[str], cells: Sequence[str], *, number: int, place: str) -> Row:
     """Return a row from its CSV cells and the names in the header. An empty cell counts as not given."""
     if len(cells) != len(names):
-        hint = "; a cell with a delimiter in it needs quotes" if len(cells) > len(names) else ""
-        error = f"{place}: the row has {len(cells):,} cells, and the header has {len(names):,}{hint}"
+        hint = "; quote cells that contain a delimiter" if len(cells) > len(names) else ""
+        error = f"{place}: the row has {len(cells):,} cells, but the header has {len(names):,}{hint}"
         return Row(number=number, id=place, place=place, fields=None, error=error)
     fields = {name: cell for name, cell in zip(names, cells, strict=True) if name and cell}
     return Row(number=number, id=own_id(fields) or place, place=place, fields=fields, has_cells=True)
@@ -256,7 +253,7 @@ def own_id(fields: Mapping[str, Any]) -> str | None:
 
 
 def has_question(row: Row, settings: RowSettings) -> bool:
-    """Return whether a row has a question. The question may still be invalid."""
+    """Return whether a row has a prompt, messages or a body. These may still be invalid."""
     if row.fields is None:
         return False
     names = [name for name in (settings.messages_column, settings.prompt_column) if name] or ["prompt", "messages"]
@@ -264,9 +261,9 @@ def has_question(row: Row, settings: RowSettings) -> bool:
 
 
 def item_of(row: Row, settings: RowSettings, urls: Mapping[str, bool]) -> Item | InvalidItem:
-    """Return the item of a row, which is an OpenAI batch line or a plain row with a prompt or messages column.
+    """Return the item for a row, which is an OpenAI batch line or a plain row with a prompt or messages column.
 
-    `urls` has the endpoints that a row may name, and whether the endpoint generates text.
+    `urls` maps each endpoint that a row may name to whether it generates text.
     """
     if row.fields is None:
         return InvalidItem(number=row.number, id=row.id, reason=row.error)
@@ -280,7 +277,7 @@ def item_of(row: Row, settings: RowSettings, urls: Mapping[str, bool]) -> Item |
             fields = _typed(row.fields, settings) if row.has_cells else row.fields
             url, body = _plain_row(fields, settings)
         if body.get("n") not in (None, 1):
-            message = f"n is {shown(body['n'])}; an item has one answer: write an item for each"
+            message = f"n is {shown(body['n'])}, but an item has only one answer; write one item per answer"
             raise NotAnItem("several_answers", message, "n")
     except NotAnItem as problem:
         return InvalidItem(number=row.number, id=row.id, reason=problem.error.message)
@@ -294,7 +291,7 @@ def _is_batch_line(row: Row) -> bool:
 
 
 def _typed(cells: Mapping[str, str], settings: RowSettings) -> dict[str, Any]:
-    """Return the values of CSV cells: JSON in sampling columns, a list of messages or of texts if it looks like one."""
+    """Return the values of CSV cells. Sampling columns and cells that look like lists of messages or texts are JSON."""
     json_columns = set(SAMPLING_COLUMNS).difference(TEXT_COLUMNS, [settings.prompt_column, settings.messages_column])
     values: dict[str, Any] = dict(cells)
     for name in json_columns & cells.keys():
@@ -303,10 +300,10 @@ def _typed(cells: Mapping[str, str], settings: RowSettings) -> dict[str, Any]:
         values[name] = _json_cell(name, text, "a number, or true, false, a list or an object in JSON")
     messages = settings.messages_column or ("messages" if settings.prompt_column is None else "")
     if re.match(r"\s*\[\s*\{", cells.get(messages, "")):
-        values[messages] = _json_cell(messages, cells[messages], "a list of messages in JSON, as it begins with [{")
+        values[messages] = _json_cell(messages, cells[messages], "messages in JSON, because it begins with [{")
     for name in TEXT_COLUMNS & cells.keys():
         if cells[name].startswith('["'):
-            values[name] = _json_cell(name, cells[name], 'a list of texts in JSON, as it begins with ["')
+            values[name] = _json_cell(name, cells[name], 'texts in JSON, because it begins with ["')
     return values
 
 
@@ -323,7 +320,7 @@ def _with_defaults(body: Mapping[str, Any], row_id: str, settings: RowSettings) 
         given.setdefault("max_tokens", settings.max_tokens)
     if settings.temperature is not None:
         given.setdefault("temperature", settings.temperature)
-    # The seed follows from the id, so that the item has the same answer if it is computed again after a crash.
+    # The seed is derived from the id, so that the item has the same answer if it is recomputed after a crash.
     given.setdefault("seed", int.from_bytes(hash_of_id(row_id), "big") & ((1 << 63) - 1))
     return given
 
@@ -333,7 +330,7 @@ def _plain_row(fields: Mapping[str, Any], settings: RowSettings) -> tuple[str, d
     has_messages = settings.prompt_column is None and fields.get("messages") is not None
     if settings.messages_column is not None or has_messages:
         messages = _column(fields, settings.messages_column or "messages")
-        if isinstance(messages, str):  # a text is one turn of a user
+        if isinstance(messages, str):  # a text is a single user turn
             messages = [{"role": "user", "content": messages}]
         return CHATS_PATH, sampling | {"messages": messages}
     prompt = _column(fields, settings.prompt_column or "prompt")

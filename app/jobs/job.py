@@ -29,7 +29,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemError:
-    """The reason why an item, an input file or a batch cannot run. Clients see all fields."""
+    """The reason why an item, an input file or a batch cannot run. All fields are shown to clients."""
 
     code: str
     message: str
@@ -39,7 +39,7 @@ class ItemError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidItem:
-    """An item that is not computed and ends with this reason."""
+    """An item that will not be computed, for this reason."""
 
     number: int
     id: str
@@ -105,36 +105,36 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """The catalog's row for a stored response. A file named by the id holds the request and the deltas."""
+    """The catalog's row for a stored response. The request and the deltas are in a file with the id as its name."""
 
     id: str
     owner: str
     created_at: int
-    expires_at: int | None  # None: never
+    expires_at: int | None  # None for never
     status: str
     previous: str | None = None  # the id of the response that this one continues
     end: str = ""  # an `AnswerEnd` as JSON; "" if the response has not ended
-    num_attempts: int = 0  # attempts in processes that crashed, plus the attempt that runs now
+    num_attempts: int = 0  # attempts in processes that crashed, plus the current attempt
     num_bytes: int = 0  # the size of its file
     is_deleted: int = 0  # 1 if the owner deleted the response, but another one that continues it still needs its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """The catalog's row for a file. The name on disk is the id, so the client's file name is never part of a path."""
+    """The catalog's row for a file. Its name on disk is the id, so the client's file name is never part of a path."""
 
     id: str
     owner: str
     bytes: int
     created_at: int  # seconds since 1970, like all times in this module
-    expires_at: int | None  # None: never
+    expires_at: int | None  # None for never
     filename: str
     purpose: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A batch over the items of one uploaded file. The time of a state that was not reached is None.
+    """A batch of the items in one uploaded file. The time of a state is None until the batch reaches it.
 
     The counts are filled in when the job ends. Until then, its `ResultStore` maintains them.
     """
@@ -233,8 +233,8 @@ def batch_object(job: Job) -> Json:
 def stats_object(jobs: Sequence[tuple[Job, int]], num_running: int, tokens_per_second: float) -> Json:
     """Return the statistics of an owner's batches: batches by status, requests by state, tokens.
 
-    Each entry of `jobs` holds the sums over some batches of one status, and the number of those batches. The requests
-    of a batch count only once it is validated, because its items are unknown before.
+    Each entry of `jobs` holds the sums over some batches with one status, and the number of those batches. A batch's
+    requests count only once it is validated, because its items are unknown before that.
     """
     unfinished = sum(job.num_items - job.num_completed - job.num_failed for job, _ in jobs if not job.status.has_ended)
     return {

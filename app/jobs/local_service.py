@@ -104,8 +104,8 @@ class LocalBatchService(BatchService):
     ) -> None:
         """`path` is the folder; it is created if missing. `clock` returns seconds since 1970.
 
-        `execution` computes batch items, and `answer` computes stored responses. `client` sends webhooks; the default
-        follows `config`. `retries` determines when failed webhooks are sent again.
+        `execution` computes batch items, and `answer` computes stored responses. `client` sends webhooks; by default,
+        it is created from `config`. `retries` determines when failed webhooks are sent again.
         """
         self._path = path
         self._config = config
@@ -135,11 +135,11 @@ class LocalBatchService(BatchService):
         await self.close()
 
     def start(self) -> None:
-        """Start a task that opens the folder once it is free and resumes its batches. Requires a running event loop."""
+        """Start a task that opens the folder once it is free, and resumes its work. Requires a running event loop."""
         self._life = asyncio.create_task(self._live())
 
     async def opened(self) -> None:
-        """Wait until this process holds the folder and has resumed its work. Raises the error if it cannot."""
+        """Wait until this process holds the folder and has resumed its work. Raises the error if that fails."""
         assert self._life is not None, "it was started"
         opening = asyncio.create_task(self._opened.wait())
         try:
@@ -181,7 +181,7 @@ class LocalBatchService(BatchService):
         await self._thread.run(partial(self._path.mkdir, mode=0o700, parents=True, exist_ok=True))
         lock = take_lock(self._path / LOCK)
         if lock is None:
-            logger.warning("another process holds the batches folder %s; waiting for it", self._path)
+            logger.warning("another process is using the batches folder %s; waiting for its lock", self._path)
         while lock is None:  # poll, because the system does not notify when another process releases the lock
             await asyncio.sleep(LOCK_RETRY_S)
             lock = take_lock(self._path / LOCK)
@@ -192,7 +192,7 @@ class LocalBatchService(BatchService):
                 except STORAGE_FAILURES as error:
                     if self._opened.is_set() or not may_pass(error):
                         raise
-                    logger.error("the batches folder %s cannot be opened now: %s; trying again", self._path, error)
+                    logger.error("the batches folder %s cannot be opened now: %s; retrying", self._path, error)
                     await asyncio.sleep(OPENING_RETRY_S)
         finally:
             os.close(lock)
@@ -244,7 +244,7 @@ class LocalBatchService(BatchService):
             try:
                 await self._thread.run(catalog.check_generation)
             except Superseded:
-                logger.error("another process holds the batches folder %s now; this process stops", self._path)
+                logger.error("another process has taken over the batches folder %s; this process stops", self._path)
                 raise
             except STORAGE_FAILURES as error:
                 logger.error("the generation of the batches folder could not be read: %s", described(error))
@@ -252,7 +252,7 @@ class LocalBatchService(BatchService):
     async def _keep_house(self, opened: _Open) -> None:
         """Remove expired files and responses, abandoned uploads, batches that ended long ago, and old usage."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
-        batch_kept_s = 30 * 86_400.0  # counted from a batch's end; by default, files are stored as long
+        batch_kept_s = 30 * 86_400.0  # counted from a batch's end; also the default for files
         usage_kept_s = 400 * 86_400.0  # a year and a month, so that a month can be compared with the one a year earlier
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
@@ -264,7 +264,7 @@ class LocalBatchService(BatchService):
             await self._thread.run(opened.catalog.ledger.forget, day_of(self._clock() - usage_kept_s))
             await opened.responses.remove_expired()
         except STORAGE_FAILURES as error:
-            logger.error("files and uploads that have expired could not be removed: %s", described(error))
+            logger.error("expired files and uploads could not be removed: %s", described(error))
 
     # Files
 
@@ -285,7 +285,7 @@ class LocalBatchService(BatchService):
         upload.touched_at = time.monotonic()
         if upload.draft.num_bytes + len(data) > self._limits.max_file_bytes:
             most = f"{self._limits.max_file_bytes:,}"
-            raise BodyTooLarge(f"the file has more than {most} bytes, which this server accepts")
+            raise BodyTooLarge(f"the file has more than {most} bytes, the maximum on this server")
         self._check_share(upload.owner, len(data))
         await self._run(_write, self._path, upload.draft, data)
 
@@ -320,7 +320,7 @@ class LocalBatchService(BatchService):
             raise
 
     async def _delete_content(self, opened: _Open, file_id: str) -> None:
-        """Delete the content of a file that is not in the catalog. If this fails, the next start retries it."""
+        """Delete the content of a file that is not in the catalog. If this fails, it is retried at the next startup."""
         try:
             await asyncio.to_thread(opened.files.delete, file_id)
         except OSError as error:
@@ -350,7 +350,7 @@ class LocalBatchService(BatchService):
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def _delete(self, opened: _Open, file_id: str) -> None:
-        # Change the catalog first, so that after a crash between the two steps, the next start deletes the content.
+        # Change the catalog first. After a crash between the two steps, the content is deleted at the next startup.
         await self._run(opened.catalog.remove_unread_file, file_id)
         await self._delete_content(opened, file_id)
 
@@ -402,7 +402,7 @@ class LocalBatchService(BatchService):
     async def _cancel(self, opened: _Open, owner: str, batch_id: str) -> Job:
         job = await self._run(_cancel, opened.catalog, owner, batch_id, self._now())
         if job.status not in (JobState.CANCELLING, JobState.CANCELLED):
-            raise InvalidRequest(f"the batch is {job.status.value}; only one with unfinished lines can be cancelled")
+            raise InvalidRequest(f"the batch is {job.status.value}; only unfinished batches can be cancelled")
         opened.runner.stop(batch_id)
         return job
 
@@ -482,19 +482,19 @@ class LocalBatchService(BatchService):
 
     def _opened_now(self) -> _Open:
         if self._open is None:
-            raise Unavailable("files and batches are being opened or are another process's; try again")
+            raise Unavailable("files and batches are being opened, or another process is using them; try again")
         return self._open
 
     def _upload(self, upload_id: str) -> _Upload:
         upload = self._uploads.get(upload_id)
         if upload is None:
-            raise Unavailable("the server has ended this upload; send the file again")
+            raise Unavailable("the upload has ended or timed out; send the file again")
         return upload
 
     def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
         if room_left(total, used, owner) >= 1:
             return
-        share = f", {used[owner]} of them from this key, which must leave as many free as it has" if owner else ""
+        share = f", {used[owner]} of them from this key, which must leave as many free as it uses" if owner else ""
         raise Overloaded(
             f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
         )
@@ -525,7 +525,7 @@ class LocalBatchService(BatchService):
         return await asyncio.shield(task)
 
     async def _translated(self, call: Awaitable[T]) -> T:
-        """Await the call, turning storage errors into an error that clients may see."""
+        """Await the call. Converts storage errors into an error that clients may see."""
         try:
             return await call
         except STORAGE_FAILURES as error:
@@ -537,7 +537,7 @@ class LocalBatchService(BatchService):
 
 def _unusable(error: Exception) -> Unavailable:
     logger.error("the storage of files and batches failed: %s", traceback_of(error))
-    return Unavailable("the server cannot use its storage now; its log has the reason; try again")
+    return Unavailable("the server cannot use its storage now (see its log for the reason); try again")
 
 
 # Most of these functions run in the catalog's thread, where no other call interrupts them.
@@ -570,7 +570,7 @@ def _add_job(catalog: Catalog, job: Job, has_message: bool, receiver: WebhookRec
     file = catalog.file(job.owner, job.input_file_id, now)
     if file.purpose != INPUT_PURPOSE:
         raise InvalidRequest(
-            f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
+            f"the file's purpose is {file.purpose!r}; batches require files with the purpose {INPUT_PURPOSE!r}",
             param="input_file_id",
         )
     catalog.add_job(job, has_message=has_message, receiver=receiver)
@@ -592,4 +592,4 @@ def _read(files: FileStore, file_id: str, offset: int, max_bytes: int) -> bytes:
     try:
         return files.read(file_id, offset, max_bytes)
     except FileNotFoundError:
-        raise NotFound(f"there is no file {file_id!r} any more", code="file_not_found") from None
+        raise NotFound(f"the file {file_id!r} no longer exists", code="file_not_found") from None

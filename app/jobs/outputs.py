@@ -1,6 +1,6 @@
 """Output files for users, with one line for each result.
 
-`BatchFormat` makes the lines of OpenAI's output and error files, and `RecordFormat` the records of a bulk run. Lone
+`BatchFormat` formats lines of OpenAI's output and error files, and `RecordFormat` formats records of a bulk run. Lone
 surrogates, which UTF-8 cannot encode, become question marks, so that one bad text does not fail the whole file.
 `write_batch_files` and `write_records` block, so call them in a thread.
 """
@@ -41,7 +41,7 @@ _WHY_UNFINISHED = {
 
 
 class BatchFormat:
-    """Makes the output lines of OpenAI's batches. Results with a status other than 200 belong in the error file."""
+    """Formats the output lines of OpenAI's batches. Results with a status other than 200 belong in the error file."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
@@ -53,7 +53,7 @@ class BatchFormat:
         try:
             line = _batch_line(item.id, response, None)
         except (ValueError, RecursionError) as error:  # NaN or very deep nesting fails only this item
-            line = _batch_line(item.id, None, {"code": "server_error", "message": f"not JSON: {error}"})
+            line = _batch_line(item.id, None, {"code": "server_error", "message": f"not valid JSON: {error}"})
             return ItemResult(number=item.number, is_error=True, line=line)
         usage = answered.body.get("usage") or {}
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
@@ -69,7 +69,7 @@ class BatchFormat:
         )
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """Return the result of an item that cannot run or is given up."""
+        """Return the result of an item that cannot run or will not be retried."""
         line = _batch_line(item.id, None, {"code": item.code, "message": item.reason})
         return ItemResult(number=item.number, is_error=True, line=line)
 
@@ -100,7 +100,7 @@ def write_batch_files(
     """Write every item of a batch to either the output file or the error file. Raises OSError.
 
     `end` is the batch's final state, which explains items without a result. The files expire `keep_s` seconds after
-    `now` (None: never).
+    `now` (None for never).
     """
     with ExitStack() as stack:
         output, errors = (stack.enter_context(files.draft()) for _ in range(2))
@@ -123,7 +123,7 @@ def write_batch_files(
 
 
 class RecordFormat:
-    """Makes the records of bulk runs, which hold one text each. `COLUMNS` lists their fields."""
+    """Formats the records of bulk runs, which contain one text each. `COLUMNS` lists their fields."""
 
     def generated(self, output: ItemOutput) -> ItemResult:
         """Return an engine's output as the result of its item."""
@@ -138,7 +138,7 @@ class RecordFormat:
         )
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """Return the result of an item that cannot run or is given up."""
+        """Return the result of an item that cannot run or will not be retried."""
         return self.generated(ItemOutput(number=item.number, id=item.id, error=item.reason))
 
 

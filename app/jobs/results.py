@@ -4,15 +4,15 @@
                     each opening starts a new journal: `journal.1`, `journal.2` and so on
     begun.bits      one bit for each item that has begun; survives a kill of this process, because the kernel writes it
     partial.tokens  the tokens of items that have begun and not ended
-    recovery.json   the work lost to deaths of processes and engines so far
+    recovery.json   how much work was lost so far because processes or engines died
     deaths.json     how many processes died while computing each item that has not ended
 
 When `append` returns, the lines are in the journal and survive a crash of the process. After `sync`, they also survive
-a crash of the machine. Opening the store reads each journal up to its first torn line to find the items that have
-ended. Only `delete` removes results. `app/jobs/outputs.py` makes output files from the journals.
+a crash of the machine. When the store is opened, it reads each journal up to its first torn line to find the items that
+have ended. Only `delete` removes results. `app/jobs/outputs.py` makes output files from the journals.
 
-One process at a time holds a folder. A process that has lost it without noticing writes only to its own journal, so it
-cannot damage the next process's results. If an item ended in both processes, only its first result counts.
+Only one process at a time holds a folder. A process that has lost it without noticing writes only to its own journal,
+so it cannot damage the next process's results. If an item ended in both processes, only its first result counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARTIAL_HEAD_BYTES = 8
 
 
 class ResultsUnwritable(OSError):
-    """The store cannot be written at the moment. Results that are stored already are safe."""
+    """Raised if the store cannot be written now. Results that are already stored are safe."""
 
 
 class ItemSet:
@@ -96,10 +96,10 @@ class ItemSet:
 
 
 class PartialOutputs:
-    """The tokens of items that have begun and not ended, from which another engine or another run can continue.
+    """The tokens of items that have begun but not ended, from which another engine or another run can continue.
 
-    A token is a function of the item, its seed and the tokens before it, so an item has no other state. The tokens are
-    held in memory and in a file that is replaced as a whole. A crash loses only the most recent tokens.
+    Each token depends only on the item, its seed and the tokens before it, so an item has no other state. The tokens
+    are stored in memory and in a file that is replaced as a whole. A crash loses only the most recent tokens.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,7 +135,7 @@ class PartialOutputs:
             content.extend((item, len(token_ids)))
             content.extend(token_ids)
         body = content.tobytes()
-        # The checksum detects a file torn by a crash of the machine. The items then start again.
+        # The checksum detects a file torn by a crash of the machine. The items then start from the beginning.
         with replaced(self._path, survives_machine=False) as temporary:
             temporary.write_bytes(crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") + body)
         self._has_changed = False
@@ -198,7 +198,7 @@ class ResultStore:
         return sum(self._earlier.values()) + self._end
 
     def close(self) -> None:
-        """Close the store once a `sync` or `append` in another thread has returned."""
+        """Wait for a `sync` or `append` in another thread to return, then close the store."""
         with self._syncing, self._appending:
             self._is_closed = True
             os.close(self._journal)
@@ -233,7 +233,7 @@ class ResultStore:
     def append(self, results: Iterable[ItemResult]) -> list[ItemResult]:
         """Write results and return the new ones. An item that has ended already keeps its first result. Thread-safe.
 
-        Raises ResultsUnwritable, and then adds none of the results.
+        Raises ResultsUnwritable, in which case none of the results are added.
         """
         given = list(results)
         if not given:
@@ -243,7 +243,7 @@ class ResultStore:
             if self._is_closed:
                 raise ResultsUnwritable("the store is closed")
             if self._is_torn:
-                raise ResultsUnwritable(f"{self._path} has a torn end; the next opening begins another journal")
+                raise ResultsUnwritable(f"{self._path} has a torn end; reopen the store to start a new journal")
             new = {result.number: result for result in given if result.number not in self.ended}
             content = b"".join([lines[number] for number in new])
             try:
@@ -297,7 +297,7 @@ class ResultStore:
             with path.open("rb") as journal:
                 while journal.tell() < end:
                     result = _from_line(journal.readline(), self.num_items)
-                    assert result is not None, "what was appended or recovered is whole"
+                    assert result is not None, "appended and recovered lines are whole"
                     if result.number not in yielded:
                         yielded.add(result.number)
                         yield result
@@ -375,8 +375,8 @@ def _write_all(descriptor: int, content: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-# Errors of a missing or torn file: two processes wrote it at once, or the storage lost a part. Its counts then restart
-# at zero, because refusing the folder would make the results in it unusable.
+# Errors for a missing or torn file, such as after two processes wrote it at once. The counts then restart at zero,
+# because rejecting the folder would make its results unusable.
 _NO_COUNTS = (FileNotFoundError, ValueError, TypeError, AttributeError)
 
 

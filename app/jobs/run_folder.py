@@ -1,4 +1,4 @@
-"""The folder of a bulk run, with its description, its results while it runs, and its output at the end.
+"""The folder of a bulk run, with its description, its results while it is running, and its output at the end.
 
     run.json       the input's fingerprint and everything else that the answers depend on
     ...            the files of the result store while the run is unfinished, see `app/jobs/results.py`
@@ -55,8 +55,8 @@ class Summary:
         ]
         if self.engines_lost or self.runs > 1 or self.recomputed_rows:
             lines.append(
-                f"{self.runs:,} runs, {self.engines_lost:,} engines lost; {self.continued_rows:,} rows resumed where "
-                f"they were, {self.recomputed_rows:,} started again ({self.recomputed_rows / self.rows:.2%})"
+                f"{self.runs:,} runs, {self.engines_lost:,} engines lost; {self.continued_rows:,} rows resumed, "
+                f"{self.recomputed_rows:,} rows restarted ({self.recomputed_rows / self.rows:.2%})"
             )
         return "\n".join(lines)
 
@@ -92,22 +92,22 @@ class RunFolder:
         results = self.results
         return Failure(
             f"{self._path}: cannot be written to: {error.strerror}; {len(results.ended):,} of {results.num_items:,} "
-            f"rows are safe there: make room, or remove the cause, and resume with --resume"
+            f"rows are safe there. Free some space, or remove the cause, and resume with --resume"
         )
 
 
 def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_format: str, resume: bool) -> RunFolder:
-    """Open or create the folder for the run that `run` describes. A refused folder is not changed.
+    """Open or create the folder for the run that `run` describes. If it is rejected, it is not changed.
 
     Raises:
-        InvalidSetup: the folder is in use, holds other files, another run or a finished run, or holds this run
+        InvalidSetup: the folder is in use, contains other files, another run or a finished run, or contains this run
             unfinished and `resume` is false.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = take_lock(path)
         if lock is None:
-            raise InvalidSetup(f"--output {path}: another process uses this folder; wait for its end")
+            raise InvalidSetup(f"--output {path}: another process is using this folder; wait until it ends")
         try:
             if (path / MANIFEST).exists():
                 _check_may_go_on(path, run, resume=resume)
@@ -160,7 +160,7 @@ def _summary(results: ResultStore, run: JobRun[Any], before: Counts) -> Summary:
 
 
 def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
-    """Return the summary if the folder holds this run and it is finished, otherwise None."""
+    """Return the summary if the folder contains this run and the run is finished, otherwise None."""
     if not (path / SUMMARY).exists() or _read_json(path / MANIFEST) != {"version": FORMAT_VERSION} | dict(run):
         return None
     return Summary(**_read_json(path / SUMMARY))
@@ -171,23 +171,23 @@ def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> Non
     version = there.pop("version", 1)
     if version != FORMAT_VERSION:
         raise InvalidSetup(
-            f"--output {path}: holds a run with files of version {version}; this Carousel has {FORMAT_VERSION}: use "
-            f"another folder, or finish that run with the version that began it"
+            f"--output {path}: has a run with files of version {version}, but this Carousel uses {FORMAT_VERSION}; "
+            f"use another folder, or finish that run with the version that started it"
         )
     differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
     if differing:
         named = "; ".join(f"{name}: {there.get(name)!r} there, {run.get(name)!r} now" for name in differing[:4])
-        raise InvalidSetup(f"--output {path}: holds another run ({named[:600]}); use another folder")
+        raise InvalidSetup(f"--output {path}: contains another run ({named[:600]}); use another folder")
     if (path / SUMMARY).exists():
         raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
     if not resume:
-        raise InvalidSetup(f"--output {path}: holds this run, unfinished: resume with --resume, or use another folder")
+        raise InvalidSetup(f"--output {path}: has this run, unfinished; resume with --resume, or use another folder")
 
 
 def _check_is_empty(path: Path) -> None:
     strangers = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    if set(strangers) - {hidden_name(MANIFEST)}:  # a process that died at its start may have left the hidden manifest
-        raise InvalidSetup(f"--output {path}: holds {', '.join(strangers[:3])} and no run; use an empty folder")
+    if set(strangers) - {hidden_name(MANIFEST)}:  # a process that died at startup may have left the hidden manifest
+        raise InvalidSetup(f"--output {path}: contains {', '.join(strangers[:3])} but no run; use an empty folder")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

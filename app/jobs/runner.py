@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadingBroke(Exception):
-    """A pass through the input ended early. Another pass may read more."""
+    """Raised if a pass through the input ended early. Another pass may read more."""
 
 
 class JobRun(Generic[ItemT]):
@@ -50,7 +50,7 @@ class JobRun(Generic[ItemT]):
     ) -> None:
         """`results` stores new results, and `on_results` then receives them. `on_tokens` receives output token counts.
 
-        `invalid` makes the result of an item that cannot run or is given up. `progress` shows a line on stderr.
+        `invalid` makes the result of an item that cannot run or will not be retried. `progress` shows a line on stderr.
         `deaths` maps an item's number to the count of earlier processes that died while computing it.
         """
         self._results = results
@@ -83,7 +83,7 @@ class JobRun(Generic[ItemT]):
     # ------------------------------------------------------------------ reports from the executor
 
     def ready(self) -> None:
-        """Start to measure the run's time. The executor calls this once it can compute items."""
+        """Start to measure the run's time. Called by the executor once it can compute items."""
         if self.began_at is None:
             self.began_at = time.monotonic()
             if self._progress is not None:
@@ -112,13 +112,13 @@ class JobRun(Generic[ItemT]):
         self._count_tokens(output.num_tokens)
 
     def lost(self, loss: Loss) -> None:
-        """Record an engine's death and store errors for the items that are given up. Raises ResultsUnwritable."""
+        """Record an engine's death, and store errors for items that will not be retried. Raises ResultsUnwritable."""
         self._append(map(self._invalid, loss.given_up))
         self._results.recovery.engines_lost += 1
         self.interrupted(loss.begun)
 
     def interrupted(self, items: Iterable[int]) -> None:
-        """Record that items had begun when they lost their engine; they will be resumed or computed again."""
+        """Record that items had begun when they lost their engine. They will be resumed or recomputed."""
         self._results.note_interrupted(items)
 
     def _append(self, results: Iterable[ItemResult]) -> None:
@@ -141,14 +141,14 @@ class JobRun(Generic[ItemT]):
                 await self._read_once(executor, source)
             except ReadingBroke as broke:
                 trouble = str(broke)
-                logger.warning("reading the input broke off; the unread items are read in another pass: %s", trouble)
+                logger.warning("reading the input stopped early; another pass will read the rest: %s", trouble)
             if self._num_unread == 0:
                 await executor.end_of_input()
                 return
             num_fruitless = num_fruitless + 1 if self._num_unread == num_before else 0
         raise Failure(
-            f"{self._num_unread:,} rows could not be read, although the input was read several times: has a "
-            f"file changed? {trouble}"
+            f"{self._num_unread:,} rows could not be read, although the input was read several times; check whether a "
+            f"file has changed. {trouble}"
         )
 
     @property
@@ -176,7 +176,7 @@ class JobRun(Generic[ItemT]):
             now = time.monotonic()
             if self._progress is not None and now - shown_at >= lines_every_s:
                 num_ended = len(self._results.ended)
-                pace = self._progress.line(now, num_ended) if self.began_at else "no item is computed yet"
+                pace = self._progress.line(now, num_ended) if self.began_at else "no engine is ready yet"
                 _show(f"{pace}, {executor.state}")
                 shown_at = now
             await asyncio.sleep(sync_every_s)
@@ -290,10 +290,10 @@ async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerato
 
     One thread reads all pieces, because each new thread may use another arena of the allocator, and every arena grows
     to the size of the largest pieces. Close this generator if you stop early. Closing waits up to 20 s until the thread
-    has left the blocking generator, because a shutdown of Ray while the thread is inside would crash the process.
+    has left the blocking generator, because shutting down Ray while the thread is inside would crash the process.
     """
     loop = asyncio.get_running_loop()
-    is_asked: SimpleQueue[asyncio.Future[PieceT | None] | None] = SimpleQueue()  # None: no more pieces are wanted
+    is_asked: SimpleQueue[asyncio.Future[PieceT | None] | None] = SimpleQueue()  # None ends the thread
 
     def settle(asked: asyncio.Future[PieceT | None], piece: PieceT | None, failure: Exception | None) -> None:
         if asked.cancelled():

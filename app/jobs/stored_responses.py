@@ -1,9 +1,8 @@
-"""Generates the responses, chats and completions that are stored.
+"""Generates stored responses, chats and completions.
 
 A stored answer outlives its connection and its ingress. The catalog records the answer before the client receives its
-id, and the end of the answer before any client reads it. A file stores the request and the deltas as records. If this
-process dies, the next one generates the answer again with the same prompt and seed, and skips the tokens that the file
-already contains.
+id, and the answer's end before any client reads it. The request and the deltas are records in a file. If this process
+dies, the next one regenerates the answer with the same prompt and seed, and skips the tokens that are in the file.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ class StoredResponses:
         """`folder` holds the answers' files. `thread` is the only thread that uses the catalog.
 
         `admit(owner, num_bytes, running)` raises if the owner has no space left for the bytes or too many running
-        answers; `running` returns the running answers of each owner. While an answer grows, `shortage` returns the
+        answers. `running` returns the number of running answers by owner. While an answer grows, `shortage` returns the
         reason why the disk has no room, or None, and raises if the owner has no space left. An answer waits at most
-        `wait_s` seconds for room on a replica, and is deleted after `keep_s` seconds (None: never).
+        `wait_s` seconds for room on a replica, and is deleted after `keep_s` seconds (None for never).
         """
         self._folder = folder
         self._catalog = catalog
@@ -142,7 +141,7 @@ class StoredResponses:
         return grown
 
     async def create(self, new: NewResponse) -> None:
-        """Begin a response and return once it is stored. Raises Overloaded, or any other error that refuses it."""
+        """Start a response, and return once it is stored. Raises Overloaded or another error if it is refused."""
         await self._admit(new.owner, len(new.body), self._owners)
         if self._closing.is_set():
             raise _ends()
@@ -163,7 +162,7 @@ class StoredResponses:
             return _only(AnswerPart(b"", self._refusals[owner, response_id]))
         stored = await self._found(owner, response_id, is_continued)
         if not stored.end:
-            raise Unavailable("the server cannot finish this answer now; its log has the reason; read it again later")
+            raise Unavailable("the server cannot finish this answer now (see its log for the reason); try again later")
         return self._stored_parts(stored, offset)
 
     async def _stored_parts(self, stored: StoredResponse, offset: int) -> AsyncGenerator[AnswerPart, None]:
@@ -181,7 +180,7 @@ class StoredResponses:
                 await self._end(running, AnswerEnd("cancelled"))
         stored = await self._stored(owner, response_id)
         if stored.status != "cancelled":
-            raise InvalidRequest(f"the response is {stored.status}; only one that runs can be cancelled")
+            raise InvalidRequest(f"the response is {stored.status}; only running responses can be cancelled")
 
     async def delete(self, owner: str, response_id: str) -> None:
         """See `BatchService`."""
@@ -254,10 +253,10 @@ class StoredResponses:
         error = task.exception()
         assert isinstance(error, Exception), "any other error ends the process"
         logger.error("response %s cannot be finished: %s", running.new.response_id, traceback_of(error))
-        self._leave(running, failure=Unavailable("the server cannot finish this answer now; read it again later"))
+        self._leave(running, failure=Unavailable("the server cannot finish this answer now; try again later"))
 
     async def _begin(self, running: _Running, accepted: asyncio.Future[None]) -> None:
-        """Generate a response. Sets `accepted` once the response is in the catalog, or to the error that refuses it."""
+        """Generate a response. Completes `accepted` once it is in the catalog, or with the error if it is refused."""
         try:
             end = await self._generate(running, accepted)
         except Exception as error:
@@ -285,7 +284,7 @@ class StoredResponses:
             self._running.pop(path.name, None)
             return
         if num_attempts >= MAX_DEATHS:
-            too_often = Unavailable(f"the process that generated it died {num_attempts} times; send it again")
+            too_often = Unavailable(f"the generating process died {num_attempts} times; send the request again")
             await self._end(running, _ended_by(too_often, path.name))
             return
         count = partial(self._thread.run, self._catalog.count_response_attempt, path.name)
@@ -297,7 +296,7 @@ class StoredResponses:
         """Open a response's file, cutting off a torn last record. Raises Failure."""
         running.new, num_bytes = await asyncio.to_thread(_repaired, path)
         running.log = AnswerLog(path, self._writer, num_bytes)
-        logger.info("response %s is continued after %d bytes", path.name, num_bytes)
+        logger.info("response %s continues after %d bytes", path.name, num_bytes)
 
     async def _generate(self, running: _Running, accepted: asyncio.Future[None] | None) -> AnswerEnd:
         """Generate a response and return its end. A response that `may_wait` is retried until a replica has room.
@@ -340,7 +339,7 @@ class StoredResponses:
         has_logged = False
         while (shortage := await self._shortage(new.owner)) is not None:
             if not has_logged:
-                logger.warning("response %s waits for room: %s", new.response_id, shortage)
+                logger.warning("response %s is paused for lack of room: %s", new.response_id, shortage)
             has_logged = True
             await asyncio.sleep(STORAGE_PAUSE_S)
 
@@ -363,7 +362,7 @@ class StoredResponses:
         )
         try:
             await asyncio.to_thread(_create, path, head)
-            # Open the log before adding the row, because nothing would end a response without a log.
+            # Open the log before adding the row, because a response without a log would never end.
             log = AnswerLog(path, self._writer, len(head), content=head)
             await self._write(partial(self._catalog.add_response, stored, self._clock()))
             running.log, running.has_counted = log, True
@@ -414,10 +413,7 @@ class StoredResponses:
         return await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
-        """Retry `store` until the storage accepts the change, and return its result.
-
-        Raises Superseded, or Unavailable if `close` is called first.
-        """
+        """Retry `store` until it succeeds, and return its result. Raises Superseded, or Unavailable after `close`."""
         while True:
             try:
                 return await store()
@@ -425,7 +421,7 @@ class StoredResponses:
                 raise
             except STORAGE_FAILURES as error:
                 logger.error(
-                    "response %s cannot be stored: %s; trying again in %.0f s", response_id, error, STORAGE_PAUSE_S
+                    "response %s cannot be stored: %s; retrying in %.0f s", response_id, error, STORAGE_PAUSE_S
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(STORAGE_PAUSE_S):
@@ -468,12 +464,12 @@ class StoredResponses:
 def _ended_by(error: Exception, response_id: str, status: str = "failed") -> AnswerEnd:
     if not isinstance(error, CarouselError):
         logger.error("response %s failed: %s", response_id, traceback_of(error))
-        error = Failure("the server failed on it; its log has the reason")
+        error = Failure("the server failed to generate it; see its log for why")
     return AnswerEnd(status, error.to_plain())
 
 
 def _ends() -> Unavailable:
-    return Unavailable("the process of batches ends; ask the next one")
+    return Unavailable("the batches process is stopping; try again")
 
 
 async def _only(part: AnswerPart) -> AsyncGenerator[AnswerPart, None]:

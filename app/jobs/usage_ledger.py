@@ -23,7 +23,7 @@ _GROUPS, _COLUMNS = UsedFor._fields, (*UsedFor._fields, *SUMS)
 _ADDED = ", ".join(f"{name} = {name} + excluded.{name}" for name in SUMS)
 
 # One transaction writes a report's usage and the process's last report number. A report that is sent again therefore
-# adds nothing, whether its answer was lost or another process sends it because its own process has died.
+# adds nothing. This happens if its answer was lost, or if its process died and another process sends it.
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS usage ({", ".join(_COLUMNS)}, PRIMARY KEY (day, key, model, request_class))
     WITHOUT ROWID;
@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS usage_reports (process PRIMARY KEY, number, day) WITH
 
 
 class UsageLedger:
-    """The two tables of usage. Caches this month's usage in memory, because every report asks for its totals."""
+    """The two tables of usage. Caches this month's usage in memory, because every answer contains its totals."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Callable[[], AbstractContextManager[None]]) -> None:
         """`transaction` opens a transaction of the catalog. It raises OSError if this process may not write."""

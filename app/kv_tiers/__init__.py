@@ -1,1 +1,1 @@
-"""Stores KV blocks outside an engine's memory: in a folder that a machine's replicas share, and in other replicas."""
+"""KV blocks outside an engine's memory: in a folder shared by all replicas on a machine, and in other replicas."""

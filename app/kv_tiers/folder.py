@@ -1,11 +1,11 @@
-"""A folder of KV blocks, one file each, which the processes of a machine read and write without coordination.
+"""A folder of KV blocks, one file per block, that all processes on a machine read and write without coordination.
 
-A file receives its name only when it is complete, so a process may be killed at any moment. Files are not synced to the
-disk. After a crash of the machine, the checksum reveals torn files. Each file also stores its block's tokens, so two
-prefixes with the same name never receive each other's blocks; they only lose time.
+A file receives its final name only when it is complete, so a process may be killed at any time. Files are not synced to
+the disk; after a crash of the machine, the checksum reveals torn files. Each file also stores its block's tokens, so if
+the names of two prefixes collide, neither is filled with the other's blocks. Such a collision only costs time.
 
     FOLDER/<namespace>/<tenant>/<name>    8 bytes of the namespace, 8 bytes of a hash of the tenant, the prefix's name
-    FOLDER/.lock                          the size of all files; locked by the process that counts or deletes files
+    FOLDER/.lock                          the total size of all files; locked while files are counted or deleted
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"carouKV2"
 TOTAL = struct.Struct("<q")  # the content of the lock file
-HEADER = struct.Struct("<8sII")  # magic, bytes of the tokens, checksum of tokens and content
-ROW_BYTES = 4096  # row size in the table that the checksum of the content sums up
+HEADER = struct.Struct("<8sII")  # magic, size of the tokens in bytes, checksum of tokens and content
+ROW_BYTES = 4096  # the checksum treats the content as a table with rows of this size
 NAME = re.compile("[0-9a-f]{40}")
-KEPT_SHARE = 0.9  # share of `max_bytes` that stays in use after files were deleted
+KEPT_SHARE = 0.9  # old files are deleted until the rest fill this share of `max_bytes`
 
 
 class BlockFolder:
-    """The blocks of one namespace in a folder that processes share. One thread writes and refreshes; any may read."""
+    """One namespace's blocks in a shared folder. One thread writes and refreshes; any thread may read."""
 
     def __init__(self, path: Path, *, namespace: bytes, max_bytes: int) -> None:
-        """Create the folder. `max_bytes` limits the files of all processes; each process may exceed it by one file.
+        """Create the folder. `max_bytes` limits the files of all processes. Each process may exceed it by one file.
 
         Raises OSError if the folder is not writable, or if other users may write to it, because its blocks are trusted.
         """
@@ -55,16 +55,16 @@ class BlockFolder:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self._own))
         found = self._own.stat()
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "others may write into it", str(self._own))
+            raise PermissionError(errno.EPERM, "other users may write to it", str(self._own))
 
     def has(self, name: bytes) -> bool:
-        """Return whether the folder held the block when last listed, or this process wrote it since. Thread-safe."""
+        """Whether the last listing contained the block, or this process has written it since. Thread-safe."""
         return name in self._folders
 
     def refresh(self) -> None:
-        """List the blocks that other processes have written and deleted."""
+        """List the folder to discover the blocks that other processes have written or deleted."""
         before, self._changed = self._changed, {}
-        listed: dict[str, set[bytes]] = {folder: set() for folder in before}  # the names in folders that have changed
+        listed: dict[str, set[bytes]] = {folder: set() for folder in before}  # names in the folders that have changed
         with suppress(OSError):
             for folder in os.scandir(self._own):
                 self._changed[folder.path] = folder.stat().st_mtime_ns
@@ -80,7 +80,7 @@ class BlockFolder:
             self._folders |= dict.fromkeys(found, path)
 
     def write(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> None:
-        """Write a block's file under a hidden name, and rename it once it is complete. Raises OSError."""
+        """Write a block to a hidden file, which is renamed once it is complete. Raises OSError."""
         folder = self._folder_of(tenant)
         hidden = folder / f".{os.getpid()}"
         header = header_of(token_ids, content)
@@ -88,7 +88,7 @@ class BlockFolder:
         try:
             descriptor = self._begun(hidden, num_bytes)
         except FileNotFoundError:
-            for each in (self._path, self._own, folder):  # one by one, because mkdir gives parents the default mode
+            for each in (self._path, self._own, folder):  # one by one: mkdir creates parents with the default mode
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = self._begun(hidden, num_bytes)
         try:
@@ -111,9 +111,9 @@ class BlockFolder:
         return self._own / blake2b(tenant.encode(), digest_size=8).hexdigest()
 
     def read(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> bool:
-        """Fill the buffer with a block. Returns False if the block is missing or invalid, and deletes an invalid block.
+        """Fill the buffer with a block. Returns False if the block is missing or invalid. Deletes an invalid block.
 
-        If the block's folder is not known, the folder of `tenant` is searched.
+        A block that was not in the last listing is looked up in the folder of `tenant`.
         """
         path = os.path.join(self._folders.get(name) or self._folder_of(tenant), name.hex())
         header = bytearray(HEADER.size + array("q").itemsize * len(token_ids))
@@ -127,19 +127,19 @@ class BlockFolder:
         except OSError as error:
             self._folders.pop(name, None)
             if not isinstance(error, FileNotFoundError):
-                logger.warning("the block %s cannot be read: %s", path, error)
+                logger.warning("the KV block %s cannot be read: %s", path, error)
             return False
         if is_whole and header == header_of(token_ids, content):
             return True
-        logger.warning("deleting the block %s: it is torn, damaged or of other tokens; its tokens are computed", path)
+        logger.warning("deleting the KV block %s, which is torn, corrupt or for other tokens; recomputing it", path)
         self._folders.pop(name, None)
         _delete(path)
         return False
 
     def note_use(self, name: bytes, minute: int, place: int) -> None:
-        """Record that the last block of a prefix of `place` blocks was used in this minute.
+        """Record that block number `place` of a prefix was used at `minute`, in the file's modification time.
 
-        Among the blocks of one minute, later ones are deleted first, because they are useless without the earlier ones.
+        Among blocks used in the same minute, later ones are deleted first: they are useless without the earlier ones.
         """
         folder, used_at = self._folders.get(name), 1000 * (minute * 60_000_000 - place)  # ns
         if folder is not None:
@@ -147,15 +147,15 @@ class BlockFolder:
                 os.utime(os.path.join(folder, name.hex()), ns=(used_at, used_at))
 
     def make_room(self, num_bytes: int) -> None:
-        """Count a file before it is written. If the total is too large, delete old blocks of the largest tenant.
+        """Add a file to the total size before it is written. If the total is too large, delete old blocks.
 
-        The least recently used blocks are deleted first. All processes add to one total, so that none has to list the
-        files for each write. The total may be too high, so all files are counted before any is deleted. Raises OSError.
+        The largest tenant's least recently used blocks are deleted. All processes share one total, to avoid listing all
+        files for each write. It may be too high, so all files are counted before any is deleted. Raises OSError.
         """
         has_deleted = False
         with locked(self._path / ".lock") as lock:
             found = os.pread(lock, TOTAL.size, 0)
-            total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # None for a new or older folder
+            total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # None if the folder has no total yet
             if total is None or total + num_bytes > self._max_bytes:
                 total, has_deleted = self._delete_oldest(num_bytes)
             os.pwrite(lock, TOTAL.pack(total + num_bytes), 0)
@@ -164,7 +164,7 @@ class BlockFolder:
             self.refresh()
 
     def _delete_oldest(self, num_bytes: int) -> tuple[int, bool]:
-        """Make room for `num_bytes`. Returns the size of the remaining files, and whether any file was deleted."""
+        """Make room for `num_bytes`. Returns the total size of the remaining files, and whether any were deleted."""
         files = self._files()
         sizes = {folder: sum(size for _, size, _ in found) for folder, found in files.items()}
         total = sum(sizes.values())
@@ -183,7 +183,7 @@ class BlockFolder:
         return total, True
 
     def _files(self) -> dict[str, list[tuple[float, int, str]]]:
-        """Return last use, bytes and path of all models' files by folder, the least recently used file last."""
+        """Return (last use, size, path) of every namespace's files by folder, the least recently used file last."""
         files: dict[str, list[tuple[float, int, str]]] = {}
         for namespace in _entries(self._path):
             for folder in _entries(namespace.path) if namespace.is_dir() else ():
@@ -193,13 +193,13 @@ class BlockFolder:
 
 
 def header_of(token_ids: Sequence[int], content: memoryview) -> bytes:
-    """Return the header of a block outside the KV memory: magic, sizes, checksum, and the block's tokens."""
+    """Return the header that precedes a block in a file or on a connection, including the block's tokens."""
     tokens = array("q", token_ids).tobytes()
     return HEADER.pack(MAGIC, len(tokens), crc32(tokens, _checksum(content))) + tokens
 
 
 def _checksum(content: memoryview) -> int:
-    """Return a checksum of the sums of rows and columns, in a tenth of the time of a checksum of all bytes.
+    """Return a checksum of the sums of rows and columns, which is ten times as fast as a checksum of all bytes.
 
     It always detects one lost or moved row or column, and one or two flipped bits.
     """
@@ -217,7 +217,7 @@ def _delete(path: Path | str) -> None:
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, or an empty list if another process has deleted the folder."""
+    """Return a folder's entries, or an empty list if the folder cannot be listed, for instance because it is gone."""
     try:
         return list(os.scandir(folder))
     except OSError:
@@ -225,9 +225,9 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def _use_of(entry: os.DirEntry[str]) -> tuple[float, int, str] | None:
-    """Return last use, bytes and path of a file, or None if the file is gone.
+    """Return (last use, size, path) of a file, or None if the file is gone.
 
-    An unfinished file counts as used when it was last written, so that of a dead process is soon among the oldest.
+    The last use of an unfinished file is its last write, so a dead process's unfinished file is soon deleted.
     """
     try:
         stat = entry.stat()

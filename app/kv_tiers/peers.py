@@ -1,8 +1,9 @@
-"""Sends KV blocks from one replica to another. A separate socket keeps these large blocks from delaying frames.
+"""Sends KV blocks from one replica to another, over a separate socket to avoid delaying the frames with new tokens.
 
-A replica sends a peer its secret and asks for the prefix of some tokens. The peer sends the blocks that it holds, in
-the format of a file (`folder.py`), and closes the connection. For a model with recurrent layers, the peer sends its
-longest snapshot first and then the blocks before the snapshot. A block is as large as a thousand frames.
+A block is as large as a thousand frames. A replica connects to a peer, sends the peer's secret, and asks for the blocks
+of some tokens. The peer sends the blocks that it holds, in the format of a file (`folder.py`), and closes the
+connection. For a model with recurrent layers, the peer first sends its longest snapshot, and then the blocks that this
+snapshot covers.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from app.kv_tiers.folder import HEADER, header_of
 
 logger = logging.getLogger(__name__)
 
-# Limits connecting, and each send and receive. A waiting sequence gives up earlier and computes its blocks.
+# Timeout for connecting, and for each send and receive. A sequence stops waiting earlier and computes its blocks.
 TIMEOUT_S = 1.0
 ACCEPT_PAUSE_S = 0.5  # pause after a connection could not be accepted
-MAX_SENT_AT_ONCE = 4  # prefixes that are sent at once; replicas whose further connections are closed compute instead
-MAX_WANTED_BYTES = 16 << 20  # size of the largest question, for two million tokens
+MAX_SENT_AT_ONCE = 4  # prefixes sent concurrently; further connections are closed, and their replicas compute instead
+MAX_WANTED_BYTES = 16 << 20  # maximum size of an encoded `Wanted`, enough for two million tokens
 
 _LENGTH = struct.Struct(">I")
 
-# Copies the last block of a prefix, or a snapshot, to the buffer. Returns whether the copy is valid.
+# Copies the last block of a prefix, or a snapshot, into the buffer. Returns whether the copy is valid.
 Copy = Callable[[Prefix | Snapshot, memoryview], bool]
 
 
 class Buffers(NamedTuple):
-    """One buffer for a block and one for a snapshot, which is empty if the model has no recurrent layers."""
+    """A buffer for a block and a buffer for a snapshot, which is empty if the model has no recurrent layers."""
 
     block: memoryview = memoryview(b"")
     snapshot: memoryview = memoryview(b"")
@@ -52,14 +53,14 @@ class Buffers(NamedTuple):
 
 
 def label_of(held: Prefix | Snapshot) -> tuple[int, ...]:
-    """Return the numbers that label a block (its token ids) or a snapshot (its label) outside KV memory."""
+    """Return the numbers that identify a block (its token ids) or a snapshot (its label) outside KV memory."""
     return held.token_ids if isinstance(held, Prefix) else held.label
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for the blocks of these tokens, except the first `num_before`. Fields are encoded by position."""
+    """A request for the blocks of these tokens, except the first `num_before`. Fields are encoded by position."""
 
-    namespace: bytes  # namespace of the KV memory that receives the blocks
+    namespace: bytes  # namespace of the receiver's KV memory
     salt: str
     token_ids: bytes  # 8 bytes per token
     num_before: int  # number of leading blocks that the replica already holds
@@ -77,7 +78,7 @@ class PeerServer:
         find: Find,
         copies: Callable[[], AbstractContextManager[Copy]],
     ) -> None:
-        """`copies` opens a context for copying prefixes that `find` has returned, and their snapshots.
+        """`copies` opens a context for copying the prefixes that `find` returns, and their snapshots.
 
         Raises OSError if this machine does not have the address `host`.
         """
@@ -96,7 +97,7 @@ class PeerServer:
         Thread(target=self._listen, name="kv-peers", daemon=True).start()
 
     def close(self) -> None:
-        """Stop accepting connections. Prefixes that are being sent are still completed."""
+        """Stop accepting connections. Prefixes that are already being sent are sent completely."""
         self._closed.set()
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
@@ -107,12 +108,9 @@ class PeerServer:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError as error:  # the socket was closed, or this process has too many open files at the moment
+            except OSError as error:  # the socket was closed, or this process currently has too many open files
                 if not (has_failed or self._closed.is_set()):
-                    logger.warning(
-                        "the connection of a replica that asks for a prefix could not be accepted; trying again: %s",
-                        error,
-                    )
+                    logger.warning("could not accept a replica's connection for KV blocks; trying again: %s", error)
                 has_failed = True
                 self._closed.wait(ACCEPT_PAUSE_S)
                 continue
@@ -134,8 +132,8 @@ class PeerServer:
                 wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
                 if wanted.namespace == self._namespace:
                     self._send(connection, wanted)
-        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two: not a valid question
-            logger.info("a prefix was not sent completely: %s", described(error))
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two if `Wanted` is invalid
+            logger.info("a prefix could not be sent completely: %s", described(error))
         finally:
             self._free.release()
 
@@ -154,7 +152,7 @@ class PeerServer:
 
 
 def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
-    """Return the snapshot of the longest prefix that has one, then its blocks; an empty list without any snapshot."""
+    """Return the longest prefix's snapshot, followed by its blocks, or an empty list if no prefix has a snapshot."""
     for number in range(len(found), 0, -1):
         snapshot = found[number - 1].snapshot
         if snapshot is not None:
@@ -163,10 +161,10 @@ def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
 
 
 class BlocksOfPeer:
-    """Receives the blocks that another replica sends for one question, in order."""
+    """Receives blocks from another replica, in order."""
 
     def __init__(self, address: Address, wanted: Wanted) -> None:
-        """Connect and send the question. Raises OSError if the replica cannot be reached."""
+        """Connect and send `wanted`. Raises OSError if the replica cannot be reached."""
         self._connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
         self._wanted = wanted
         question = msgspec.msgpack.encode(wanted)
@@ -174,9 +172,9 @@ class BlocksOfPeer:
             self._connection.sendall(address.secret.encode() + _LENGTH.pack(len(question)) + question)
 
     def read(self, token_ids: Sequence[int], content: memoryview) -> bool:
-        """Fill the buffer with the next block. Returns False if no more blocks arrive or the block is invalid.
+        """Fill the buffer with the next block. Returns False if the connection was closed or the block is invalid.
 
-        Raises TimeoutError if no data arrives while the connection stays open.
+        Raises TimeoutError if the connection stays open but no data arrives.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * len(token_ids))
@@ -188,7 +186,7 @@ class BlocksOfPeer:
     def read_snapshot(self, block_size: int, content: memoryview) -> int:
         """Fill the buffer with the snapshot that precedes the blocks. Returns the number of tokens that it covers.
 
-        Returns 0 if no snapshot arrives or the snapshot is invalid. Raises TimeoutError as `read` does.
+        Returns 0 if the connection was closed or the snapshot is invalid. Raises TimeoutError as `read` does.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * (1 + block_size))
@@ -204,7 +202,6 @@ class BlocksOfPeer:
         return num_tokens if header == header_of(label, content) else 0
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 

@@ -1,7 +1,7 @@
 """Moves blocks between an engine's KV memory, a folder and other replicas, in separate threads.
 
-For a model with recurrent layers, the store also moves snapshots (`StatePool`). In the folder, a snapshot is one more
-file beside its prefix's blocks. Between replicas, it is one more record before the blocks.
+For a model with recurrent layers, the store also moves snapshots of their states (see `StatePool`). In the folder, a
+snapshot is an additional file next to its prefix's blocks. Between replicas, it is sent before the blocks.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from app.kv_tiers.peers import BlocksOfPeer, Buffers, Copy, PeerServer, Wanted, 
 
 logger = logging.getLogger(__name__)
 
-MEASURED_LIFE_S = 30.0  # how long the measured time of a fetch predicts the time of the next one
-SILENCE_S = 5.0  # how long to wait before asking a replica again that did not answer
+MEASURED_LIFE_S = 30.0  # how long a measured fetch time is used to predict later fetches
+SILENCE_S = 5.0  # how long an unresponsive replica is not asked again
 LIST_AGAIN_S = 5.0  # how often the folder is listed to discover the blocks that other replicas have written
-MAX_OFFERED = 100_000  # largest number of prefixes that wait to be written; the oldest are dropped
-MIN_TOKENS = 512  # shorter prefixes are not stored: they are quickly computed again, and those of chats are longer
+MAX_OFFERED = 100_000  # maximum number of prefixes waiting to be written; beyond it, the oldest are dropped
+MIN_TOKENS = 512  # shorter prefixes are not stored: recomputing them is fast, and prefixes of chats are longer
 
 ItemT = TypeVar("ItemT", Fetch, Prefix)
 Memory = Callable[[], BlockMemory | None]  # returns the KV memory, or None while the engine has released it
 
 
 class TierStore(BlockStore):
-    """A block store in a folder and in other replicas.
+    """A block store backed by a folder and by other replicas.
 
-    One thread reads files, and one reads from replicas. A third thread, with low priority, writes when a core is idle.
-    Writing pauses while the folder's disk is full, and stops for good if the folder is broken.
+    One thread reads files, and another reads from replicas. A third thread writes files. It has low priority, so it
+    only runs when a core is idle. Writing pauses while the disk is full, and stops permanently if the folder is broken.
     """
 
     min_tokens = MIN_TOKENS
 
     def __init__(self, folder: BlockFolder | None, memory: Memory, *, namespace: bytes) -> None:
-        """`memory` returns the KV memory. Its first result must not be None."""
+        """The KV memory must be available now: the first call of `memory` must not return None."""
         self.namespace = namespace
         self._folder = folder
         self._memory = memory
         first = memory()
-        assert first is not None, "the memory is not given up before the engine is built"
+        assert first is not None, "the memory is not released before the engine is built"
         self._block_bytes = first.block_bytes
         self._snapshot_bytes = 0 if first.states is None else first.states.block_bytes
         self._blocks_of_snapshot = -(-self._snapshot_bytes // self._block_bytes)  # a snapshot's size in blocks
@@ -65,16 +65,16 @@ class TierStore(BlockStore):
         self._fetches: deque[Fetch] = deque()  # guarded by `_wake`, like the next seven attributes
         self._far_fetches: deque[Fetch] = deque()  # fetches that may ask another replica
         self._offered: deque[Prefix] = deque(maxlen=MAX_OFFERED)
-        self._at_work: list[Fetch | Prefix] = []  # items from these queues that the threads are working on
+        self._at_work: list[Fetch | Prefix] = []  # items from these queues that are being processed
         self._num_sending = 0  # blocks that are being copied for other replicas
         self._is_closed = False
-        self._num_to_fetch: Counter[bool] = Counter()  # blocks to fetch, by whether other replicas may send them
+        self._num_to_fetch: Counter[bool] = Counter()  # blocks left to fetch; True counts those in `_far_fetches`
         self._paces: dict[Address | None, _Pace] = {}  # pace of the folder (None) and of each replica
         self._listed = threading.Event()
         self._paused_until = 0.0
         self._has_failed = False  # whether the last write failed
         self._peers: PeerServer | None = None
-        self._silent_until: dict[Address, float] = {}  # when each replica that did not answer may be asked again
+        self._silent_until: dict[Address, float] = {}  # when each unresponsive replica may be asked again
         self.num_read = self.num_written = self.num_received = 0  # blocks so far
         self.num_snapshots_read = self.num_snapshots_written = self.num_snapshots_received = 0
         self._threads = [
@@ -93,7 +93,7 @@ class TierStore(BlockStore):
             thread.start()
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """See `BlockStore`. Counts all blocks of a resumed request, which another replica may have just written."""
+        """See `BlockStore`. Counts all blocks of a resumed request: another replica may have just written them."""
         folder, elsewhere = self._folder, request.prefix_at
         num_of_peer = 0
         if elsewhere is not None and time.monotonic() >= self._silent_until.get(elsewhere.address, -inf):
@@ -112,7 +112,7 @@ class TierStore(BlockStore):
         return len(found)
 
     def expected_s(self, num_blocks: int, request: Request) -> float:
-        """See `BlockStore`. Includes the time for the fetches that are queued for the same thread."""
+        """See `BlockStore`. Includes the time for the fetches already queued for the same thread."""
         with self._wake:
             pace = self._paces.get(_address_of(request))
             if pace is None or not pace.is_recent:
@@ -162,7 +162,7 @@ class TierStore(BlockStore):
         )
 
     def wait_until_listed(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds until the folder was listed for the first time."""
+        """Wait up to `timeout_s` seconds for the folder to be listed for the first time."""
         self._listed.wait(timeout_s)
 
     def close(self) -> None:
@@ -172,10 +172,10 @@ class TierStore(BlockStore):
         if self._peers is not None:
             self._peers.close()
         for thread in self._threads:
-            thread.join(timeout=1.0)  # if the folder hangs, its daemon thread ends with the process
+            thread.join(timeout=1.0)  # a daemon thread that hangs in a file operation dies with the process
 
     def _is_idle(self) -> bool:
-        """Return whether no work is left. Unwanted fetches do not count, because they may hang (see `BlockMemory`)."""
+        """Whether no work is left. Unwanted fetches do not count, because they may hang (see `BlockMemory`)."""
         fetches = (*self._fetches, *self._far_fetches, *self._at_work)
         is_fetching = any(isinstance(each, Prefix) or each.is_wanted for each in fetches)
         return self._is_closed or not (self._offered or self._num_sending or is_fetching)
@@ -202,14 +202,14 @@ class TierStore(BlockStore):
                     folder.refresh()
 
     def _wait_for(self, queue: deque[Any], at_most_s: float | None = None) -> bool:
-        """Wait up to `at_most_s` seconds until a queue has an item. Returns False if the store is closed."""
+        """Wait up to `at_most_s` seconds for an item in the queue. Returns False if the store is closed."""
         with self._wake:
             self._wake.wait_for(lambda: queue or self._is_closed, at_most_s)
             return not self._is_closed
 
     @contextmanager
     def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
-        """Yield a queue's first item, or None. Logs errors; if one ended the thread, fetches would never finish."""
+        """Yield a queue's first item, or None. Logs errors, because fetches would never finish if the thread died."""
         with self._wake:
             item = queue.popleft() if queue else None
             taken = [] if item is None else [item]
@@ -217,7 +217,7 @@ class TierStore(BlockStore):
         try:
             yield item
         except Exception as error:
-            logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
+            logger.error("a KV block could not be read or written: %s", traceback_of(error))
         finally:
             with self._wake:
                 for each in taken:
@@ -245,7 +245,7 @@ class TierStore(BlockStore):
         try:
             with self._copies() as copies:
                 if fetch.slot is not None and fetch.request.prefix_at is not None:
-                    # Ask the replica first, because the last snapshot of a request that has left it may have no file.
+                    # Ask the replica before the folder, which may lack the last snapshot of a request that was moved.
                     peer, num_covered_by_snapshot = self._received_snapshot(
                         fetch, fetch.request.prefix_at.address, buffers
                     )
@@ -287,18 +287,18 @@ class TierStore(BlockStore):
                     self._note_use_of_snapshot(self._folder, fetch.names[num_usable - 1], minute, place)
 
     def _note_silence(self, fetch: Fetch, error: OSError) -> None:
-        """Record that a replica has ended or does not answer, so that fetches do not wait for it again for a while."""
+        """Record that a replica is gone or unresponsive, so that it is not asked again for a while."""
         if fetch.request.prefix_at is not None:
             now = time.monotonic()
             self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
             self._silent_until[fetch.request.prefix_at.address] = now + SILENCE_S
-        logger.info("a prefix is computed, because the replica that has it does not send it: %s", error)
+        logger.info("a prefix will be recomputed, because the replica that holds it did not send it: %s", error)
 
     def _received_snapshot(self, fetch: Fetch, address: Address, buffers: Buffers) -> tuple[BlocksOfPeer | None, int]:
         """Fill the buffer with another replica's snapshot.
 
-        Returns the connection, which delivers the blocks next, and the number of the fetch's blocks that the snapshot
-        covers. Returns None and 0 if the replica does not answer or holds no snapshot.
+        Returns the connection, from which the blocks can then be read, and the number of the fetch's blocks that the
+        snapshot covers. Returns None and 0 if the replica does not answer or holds no snapshot.
         """
         peer, num_tokens, block_size, began_at = None, 0, len(fetch.token_ids[0]), time.perf_counter()
         try:
@@ -319,7 +319,7 @@ class TierStore(BlockStore):
     ) -> None:
         """Fill a fetch's slot with the last snapshot that covers only filled blocks.
 
-        `num_received` counts the blocks that the received snapshot in the buffer covers; 0 without such a snapshot.
+        `num_received` is the number of blocks covered by a received snapshot in the buffer, or 0 without one.
         """
         number, began_at = num_received, time.perf_counter()
         if not 0 < number <= fetch.num_filled:
@@ -334,7 +334,7 @@ class TierStore(BlockStore):
             fetch.num_covered_by_snapshot = number
 
     def _has_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
-        """Fill the buffer with the snapshot after `num_blocks` blocks. Returns False if the folder stores none."""
+        """Fill the buffer with the snapshot after `num_blocks` blocks. Returns False if the folder has none."""
         name = name_of_snapshot(fetch.names[num_blocks - 1])
         return self._is_in_folder(fetch, name, fetch.label_after(num_blocks), content)
 
@@ -351,7 +351,7 @@ class TierStore(BlockStore):
         return BlocksOfPeer(address, wanted)
 
     def _measure(self, source: Address | None, seconds: float) -> None:
-        """Record the time for one block from the folder (None) or another replica. Each source has its own pace."""
+        """Record the time that it took to read one block from the folder (None) or another replica."""
         with self._wake:
             self._paces = {key: each for key, each in self._paces.items() if key is None or each.is_recent}
             self._paces.setdefault(source, _Pace()).note(seconds)
@@ -359,7 +359,7 @@ class TierStore(BlockStore):
     def _write_prefix(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
         """Write a prefix's missing blocks in order, and then its snapshot."""
         snapshot = prefix.snapshot
-        if self._snapshot_bytes and snapshot is None:  # the snapshot is gone, and the blocks are useless without it
+        if self._snapshot_bytes and snapshot is None:  # without the snapshot, the blocks are useless
             return
         missing: list[Prefix | Snapshot] = []
         if snapshot is not None and not folder.has(name_of_snapshot(name_of(prefix, self.namespace))):
@@ -370,10 +370,10 @@ class TierStore(BlockStore):
             at = at.parent
         if missing:
             with self._copies() as copies:
-                # Copy the snapshot first, because its slot may be reused during the slow writes of the blocks.
+                # Copy the snapshot first, because its slot may be reused while the blocks are being written.
                 if isinstance(missing[0], Snapshot) and not _copied(missing[0], copies, buffers.snapshot):
                     return
-                # Stop at a block that is gone, because later blocks are useless without it.
+                # Stop at a block that was evicted, because the later blocks are useless without it.
                 while missing and time.monotonic() >= self._paused_until:
                     held = missing[-1]
                     if isinstance(held, Prefix) and not _copied(held, copies, buffers.block):
@@ -389,11 +389,11 @@ class TierStore(BlockStore):
 
     @staticmethod
     def _note_use_of_snapshot(folder: BlockFolder, name: bytes, minute: int, num_blocks: int) -> None:
-        """Mark the snapshot after a prefix of this name and length as used. It is deleted before the blocks."""
+        """Mark the snapshot of a prefix with this name and length as used. It will be deleted before the blocks."""
         folder.note_use(name_of_snapshot(name), minute, num_blocks + 1)
 
     def _note_use(self, folder: BlockFolder, prefix: Prefix) -> None:
-        """Mark a prefix and its ancestors as used. Stops at the first ancestor already noted in this minute."""
+        """Mark a prefix and its ancestors as used. Stops at the first ancestor already marked in this minute."""
         minute = this_minute()
         at: Prefix | str = prefix
         while isinstance(at, Prefix) and at.last_used_minute != minute:
@@ -409,11 +409,11 @@ class TierStore(BlockStore):
         try:
             folder.write(name, prefix.tenant, label_of(held), content)
         except OSError as error:
-            # After a FileNotFoundError, the folder is not broken: another process deleted the file to make room.
+            # FileNotFoundError does not mean that the folder is broken: another process deleted the file to make room.
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
             self._paused_until = time.monotonic() + STORAGE_PAUSE_S if passes else inf
             if not self._has_failed or not passes:
-                when = f"retrying every {STORAGE_PAUSE_S:.0f} s" if passes else "the folder is not used any more"
+                when = f"retrying every {STORAGE_PAUSE_S:.0f} s" if passes else "nothing more will be written"
                 logger.warning("KV blocks cannot be written; %s: %s", when, error)
             self._has_failed = True
             return False
@@ -422,7 +422,7 @@ class TierStore(BlockStore):
         else:
             self.num_written += 1
         if self._has_failed:
-            logger.info("blocks of KV are written again")
+            logger.info("KV blocks can be written again")
         self._has_failed = False
         return True
 
@@ -444,7 +444,7 @@ class TierStore(BlockStore):
 
 
 class _Pace:
-    """The time per block from one source, as a moving average of recent fetches."""
+    """The time to read a block from one source, as a moving average over recent fetches."""
 
     def __init__(self) -> None:
         self.block_s = 0.0
@@ -452,7 +452,7 @@ class _Pace:
 
     @property
     def is_recent(self) -> bool:
-        """Whether a fetch was measured lately. Old measurements are ignored, so that a slow source is tried again."""
+        """Whether a fetch was measured recently. Old measurements are ignored, so that a slow source is tried again."""
         return time.monotonic() - self._measured_at <= MEASURED_LIFE_S
 
     def note(self, seconds: float) -> None:
@@ -466,7 +466,7 @@ def _address_of(request: Request) -> Address | None:
 
 
 def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memoryview) -> bool:
-    """Copy a prefix's last block, or a snapshot. Returns False if the block or slot was reused during the copy."""
+    """Copy a prefix's last block, or a snapshot. Returns False if its block or slot was reused during the copy."""
     of_kind, place = (
         (copies, held.block.block_id) if isinstance(held, Prefix) else (copies and copies.states, held.slot)
     )
@@ -474,36 +474,36 @@ def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memory
 
 
 def this_minute() -> int:
-    """Return the wall time in whole minutes since 1970."""
+    """Return the wall-clock time in whole minutes since 1970."""
     return int(time.time()) // 60
 
 
 def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapshot_bytes: int = 0) -> BlockFolder | None:
-    """Open the configured folder. Logs a warning and returns None if the folder cannot be written.
+    """Open the configured folder. Logs a warning and returns None if the folder is not writable.
 
     Raises:
-        InvalidSetup: the path is a file, or `max_gib` is too small for a block or larger than the file system.
+        InvalidSetup: the path is a file, or `max_gib` is too small for one block or exceeds the file system's size.
     """
     path, max_bytes = Path(tier.path).expanduser(), int(tier.max_gib * GIB)
     if path.exists() and not path.is_dir():
-        raise InvalidSetup(f"cache.tiers[0].path: {path} is a file; give a folder, or leave cache.tiers out")
-    needed, what = (block_bytes, "block") if block_bytes >= snapshot_bytes else (snapshot_bytes, "state of the model")
+        raise InvalidSetup(f"cache.tiers[0].path: {path} is a file; set a folder, or remove cache.tiers")
+    needed, what = (block_bytes, "block") if block_bytes >= snapshot_bytes else (snapshot_bytes, "state snapshot")
     if needed > max_bytes:
         raise InvalidSetup(
-            f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no {what}, which needs {needed / GIB:.3g} GiB; raise it"
+            f"cache.tiers[0].max_gib: {tier.max_gib:g} is too small for one {what} of {needed / GIB:.3g} GiB; raise it"
         )
     try:
         folder = BlockFolder(path, namespace=namespace, max_bytes=max_bytes)
         disk_bytes = shutil.disk_usage(path).total
     except OSError as error:
-        logger.warning("prefixes stay in KV memory only, because cache.tiers[0].path cannot be written: %s", error)
+        logger.warning("prefixes are kept only in KV memory, because cache.tiers[0].path is not writable: %s", error)
         return None
     if max_bytes > disk_bytes:
         raise InvalidSetup(
             f"cache.tiers[0].max_gib: got {tier.max_gib:g}, but the file system of {path} has only "
             f"{disk_bytes / GIB:.1f} GiB; lower it"
         )
-    states = f", snapshots of states of {snapshot_bytes / 1024:.0f} KiB" if snapshot_bytes else ""
-    logger.info("prefixes that leave the KV memory are stored in %s, at most %g GiB, blocks of %.0f KiB%s",
+    states = f", state snapshots of {snapshot_bytes / 1024:.0f} KiB" if snapshot_bytes else ""
+    logger.info("prefixes are stored in %s: up to %g GiB, in blocks of %.0f KiB%s",
                 path, tier.max_gib, block_bytes / 1024, states)  # fmt: skip
     return folder

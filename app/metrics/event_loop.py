@@ -1,4 +1,4 @@
-"""Measures how late an event loop wakes, and finds the work that blocked it. Such work delays all of its streams.
+"""Measures how late an event loop wakes, and finds the work that blocked it, which delays all of the loop's streams.
 
 A timer wakes the loop periodically and measures the delay. A thread inspects the loop while the timer is late, so that
 the warning can name the task and the function that were running. Nothing in this module runs per token.
@@ -20,8 +20,8 @@ from app.engine.histogram import SECONDS, Distribution, Histogram
 
 logger = logging.getLogger(__name__)
 
-# The timer takes samples: it always detects delays of 0.15 s, and shorter delays by chance. With 0.02 s, timer and
-# thread cost 10% of the CPU time per token of 64 streams, because each wake starts or interrupts a process.
+# The timer always detects delays of 0.15 s, and shorter delays by chance. A period of 0.02 s would cost 10% of the CPU
+# time per token with 64 streams, because each wake-up starts or interrupts a process.
 HEARTBEAT_S = 0.1
 STALL_S = 0.05  # at this delay, streams of 20 tokens per second pause visibly
 _LOOK_S = HEARTBEAT_S
@@ -33,11 +33,11 @@ _OUR_PACKAGES = ("app.", "deployments.")
 class LoopSnapshot:
     """The measurements of one event loop since its monitor started. Tasks and queues are current values."""
 
-    delay_s: Distribution  # how late the loop woke, one value for each timer
-    num_stalls: int  # number of delays over STALL_S
-    stalled_s: float  # sum of the delays over STALL_S
+    delay_s: Distribution  # how late the loop woke, with one value per heartbeat
+    num_stalls: int  # number of delays above STALL_S
+    stalled_s: float  # sum of the delays above STALL_S
     num_tasks: int  # unfinished tasks
-    queued: Mapping[str, int]  # calls that wait for a thread, by the threads' name
+    queued: Mapping[str, int]  # calls waiting for a thread, by the threads' name
 
 
 class LoopMonitor:
@@ -52,14 +52,14 @@ class LoopMonitor:
         self._cpu_s = 0.0  # CPU time of the loop's thread when the timer was last set
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = threading.Event()
-        # When a late timer was due, and the work that the thread saw during the delay.
+        # When the last late timer was due, and the work that the thread found during the delay.
         self._seen: tuple[float, str] = (0.0, "")
         self._queues: dict[str, Callable[[], int]] = {}
 
     def start(self, *, names_causes: bool = True) -> None:
         """Monitor the running loop, and set a default executor whose queue is measured.
 
-        `names_causes` starts the thread that finds causes. It takes the GIL from the loop ten times per second.
+        `names_causes` starts the thread that finds causes, which takes the GIL from the loop ten times per second.
         """
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -77,7 +77,7 @@ class LoopMonitor:
             self._timer.cancel()
 
     def add_queue(self, name: str, num_waiting: Callable[[], int]) -> None:
-        """Report `num_waiting()`, the number of calls that wait for the threads of this name, in each snapshot."""
+        """Include `num_waiting()`, the number of calls waiting for the threads of this name, in each snapshot."""
         self._queues[name] = num_waiting
 
     def snapshot(self) -> LoopSnapshot:
@@ -92,7 +92,7 @@ class LoopMonitor:
 
     def _plan(self) -> None:
         self._cpu_s = time.thread_time()
-        # `loop.time` may stand still while the loop runs callbacks that are due.
+        # `loop.time` may be cached while the loop runs callbacks that are due.
         self._due_at = time.monotonic() + HEARTBEAT_S
         self._timer = self._loop.call_later(HEARTBEAT_S, self._beat)
 
@@ -113,8 +113,8 @@ class LoopMonitor:
         self._warned_at, self._num_warned = now, self._num_stalls
         due_at, held_by = self._seen
         logger.warning(
-            "the event loop was held for %.0f ms (%.0f ms of CPU) by %s; %d other stalls since the last warning",
-            1000 * delay_s, 1000 * cpu_s, held_by if due_at == self._due_at else "work that was not seen", num_unsaid,
+            "the event loop was blocked for %.0f ms (%.0f ms of CPU) by %s; %d other stalls since the last warning",
+            1000 * delay_s, 1000 * cpu_s, held_by if due_at == self._due_at else "unknown work", num_unsaid,
         )  # fmt: skip
 
     def _look(self) -> None:
@@ -127,7 +127,7 @@ class LoopMonitor:
 
 
 def task_name() -> str:
-    """Return the running task's name. Give its helper tasks this name too, so that the monitor's warnings show it."""
+    """Return the running task's name. Give it to the task's helper tasks too, so that the monitor's warnings use it."""
     task = asyncio.current_task()
     return "" if task is None else task.get_name()
 
@@ -139,7 +139,7 @@ def _running_task(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return name and line of this project's innermost function on a stack, without values, which may be prompts."""
+    """Return the name and line of this project's innermost function on a stack. Omits values, which may be prompts."""
     innermost = frame
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OUR_PACKAGES):
         frame = frame.f_back

@@ -1,8 +1,8 @@
 """Writes the measurements of ingresses and replicas as Prometheus text.
 
-Metrics use two sets of names: vLLM's names (`vllm_names.py`) report one value for each model, and `carousel_*` names
-report one value for each replica if replicas measure them. Each replica writes its own samples (`replica_metrics`). An
-ingress declares the families of these samples and inserts the lines of all replicas (`pieces`).
+Metrics with vLLM's names (`vllm_names.py`) have one value for each model. Metrics with `carousel_*` names have one
+value for each replica if replicas measure them. Each replica writes its own samples (`replica_metrics`). An ingress
+declares the families of these samples and inserts the lines of all replicas (`pieces`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _PIECE_BYTES = 256 * 1024  # smallest size of a piece; a histogram of a thousand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """The content of `/metrics` at one moment."""
+    """The measurements for one response of `/metrics`."""
 
     requests: Sequence[Snapshot]  # one for each ingress that answered
     replicas: Mapping[str, Sequence[ReplicaMetrics]]  # the replicas that answered, by the model's name
-    # By model, counts that add up to all replicas, including replicas that have stopped or did not answer.
+    # Counts of all replicas, by model. They include replicas that have stopped or did not answer.
     ever: Mapping[str, Sequence[EngineCounts]] = field(default_factory=dict)
     gone_requests: Sequence[Snapshot] = ()  # snapshots of ingresses that have stopped or did not answer
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
-    # `LocalBatchService.counts` of the one process that runs batches; empty if that process did not answer.
+    # `LocalBatchService.counts` of the batches process; empty if the process did not answer.
     batches: Mapping[str, int] = field(default_factory=dict)
-    # For each model with autoscaling, the wanted number of replicas, the cause, and the reason in words.
+    # For each model with autoscaling, the desired number of replicas, the cause, and the reason in words.
     wanted: Mapping[str, tuple[int, str, str]] = field(default_factory=dict)
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
@@ -52,7 +52,7 @@ def exposition(scrape: Scrape) -> bytes:
 
 
 def pieces(scrape: Scrape) -> Iterator[bytes]:
-    """Yield the text of `/metrics` in pieces, so that an event loop can do other work between two pieces."""
+    """Yield the text of `/metrics` in pieces, so that an event loop can do other work in between."""
     reports = [each for several in scrape.replicas.values() for each in several]
     piece: list[bytes] = []
     num_bytes = 0
@@ -69,7 +69,7 @@ def pieces(scrape: Scrape) -> Iterator[bytes]:
 
 
 def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, float]) -> ReplicaMetrics:
-    """Return the metrics that a replica sends for a scrape. `use` holds values for an autoscaling policy."""
+    """Return the metrics that a replica sends for a scrape. `use` holds the values for an autoscaling policy."""
     labels, measurements = (model_name, report.replica_id, report.group), report.measurements
     tables: list[tuple[Sequence[Family[Any]], Labels, Labels, object]] = [
         (_REPLICAS, _REPLICA, labels, report),
@@ -144,8 +144,8 @@ def _without_head(text: bytes) -> bytes:
 _REPLICA = ("model_name", "replica", "group")
 _LOOP = ("process", "id")
 
-# The ingresses' measurements without a vLLM name, by model; the others are exported only under their vLLM names. Calls
-# that were refused before their model was known have an empty model name.
+# The ingresses' measurements by model. Measurements that have a vLLM name are exported only under that name. Calls that
+# were refused before their model was known have an empty model name.
 _CALLS: Sequence[Family[ModelSnapshot]] = (
     Family("gauge", "carousel_requests_in_flight", "Requests that the ingresses are answering.",
         lambda model: model.num_in_flight),
@@ -186,58 +186,57 @@ _SERVICE: Sequence[Family[Scrape]] = (
 _WANTED: Sequence[Family[int]] = (
     Family("gauge", "carousel_replicas_wanted", "Replicas that the model should run, by cause.", lambda n: n),
 )
-# The counts and measurements of each engine.
 _REPLICAS: Sequence[Family[EngineReport]] = (
-    Family("gauge", "carousel_slots", "Requests that fit into one step.", lambda each: each.measurements.max_running),
-    Family("gauge", "carousel_slots_used", "Requests that take part in steps.", lambda each: each.stats.num_running),
+    Family("gauge", "carousel_slots", "Maximum requests in one step.", lambda each: each.measurements.max_running),
+    Family("gauge", "carousel_slots_used", "Running requests.", lambda each: each.stats.num_running),
     Family("gauge", "carousel_queue_requests", "Waiting requests.", lambda each: each.stats.num_waiting),
     Family("gauge", "carousel_queue_tokens", "Prompt tokens of waiting requests.",
         lambda each: each.stats.num_waiting_tokens),
     Family("gauge", "carousel_queue_wait_seconds", "Estimated wait of a request that arrives now.",
         lambda each: each.stats.estimated_wait_s),
-    Family("gauge", "carousel_outstanding_tokens", "Tokens still to compute for all requests, by predicted lengths.",
+    Family("gauge", "carousel_outstanding_tokens", "Predicted tokens that all requests still need computed.",
         lambda each: each.measurements.num_outstanding_tokens),
-    Family("gauge", "carousel_batch_size", "Requests that the batching strategy aims at; 0 without batches.",
+    Family("gauge", "carousel_batch_size", "The strategy's target for requests in a batch; 0 without batches.",
         lambda each: each.stats.batch_size),
     Family("gauge", "carousel_kv_blocks", "Blocks of KV memory.", lambda each: each.stats.num_blocks),
     Family("gauge", "carousel_kv_blocks_free", "Blocks that can be allocated, including cached blocks.",
         lambda each: each.stats.num_free_blocks),
     Family("gauge", "carousel_state_slots", "Slots for the states of recurrent layers.",
         lambda each: each.stats.num_state_slots),
-    Family("gauge", "carousel_state_slots_free", "Slots that a new sequence can use, including those of snapshots.",
+    Family("gauge", "carousel_state_slots_free", "Slots that a new sequence can use, including snapshots' slots.",
         lambda each: each.stats.num_free_state_slots),
-    Family("gauge", "carousel_length_error_tokens", "Recent mean error of predicted output lengths.",
+    Family("gauge", "carousel_length_error_tokens", "Recent mean error of predicted output lengths, in tokens.",
         lambda each: each.stats.mean_length_error_tokens),
-    Family("gauge", "carousel_settings_info", "The version of the scheduling settings: their names and a hash.",
+    Family("gauge", "carousel_settings_info", "Version of the scheduling settings: their names and a hash.",
         lambda each: {each.stats.settings: 1}, ("settings",)),
-    Family("counter", "carousel_engine_steps", "Steps.", lambda each: each.stats.total_steps),
+    Family("counter", "carousel_engine_steps", "Steps run.", lambda each: each.stats.total_steps),
     Family("counter", "carousel_engine_prompt_tokens", "Prompt tokens of admitted requests.",
         lambda each: each.stats.total_prompt_tokens),
     Family("counter", "carousel_engine_cached_tokens", "Prompt tokens found in the prefix cache.",
         lambda each: each.stats.total_cached_tokens),
     Family("counter", "carousel_engine_unresumable_tokens",
-        "Prompt tokens with cached keys and values that are computed again because no state after them is stored.",
+        "Prompt tokens with cached keys and values that are recomputed because no state after them is stored.",
         lambda each: each.stats.total_unresumable_tokens),
     Family("counter", "carousel_engine_generated_tokens", "Tokens generated.",
         lambda each: each.stats.total_generated_tokens),
-    Family("counter", "carousel_engine_preemptions", "Preemptions, each of which takes back a request's memory.",
+    Family("counter", "carousel_engine_preemptions", "Preemptions, each of which frees a request's memory.",
         lambda each: each.stats.total_preemptions),
-    Family("counter", "carousel_engine_memory_preemptions", "Preemptions because running requests lacked memory.",
+    Family("counter", "carousel_engine_memory_preemptions", "Preemptions to free memory for running requests.",
         lambda each: each.stats.total_memory_preemptions),
     Family("counter", "carousel_engine_drafted_tokens", "Draft tokens that were verified.",
         lambda each: each.stats.total_drafted_tokens),
     Family("counter", "carousel_engine_accepted_tokens", "Draft tokens that were accepted.",
         lambda each: each.stats.total_accepted_tokens),
-    Family("counter", "carousel_engine_finished", "Requests ended by stop or length.",
+    Family("counter", "carousel_engine_finished", "Requests that ended with a stop or at their length limit.",
         lambda each: each.stats.total_finished),
-    Family("counter", "carousel_engine_aborted", "Requests ended by their callers.",
+    Family("counter", "carousel_engine_aborted", "Requests that their callers aborted.",
         lambda each: each.stats.total_aborted),
-    Family("counter", "carousel_engine_failed", "Requests ended by a failed step.",
+    Family("counter", "carousel_engine_failed", "Requests that ended because a step failed.",
         lambda each: each.stats.total_failed),
-    Family("counter", "carousel_engine_missed", "Requests ended by their deadline.",
+    Family("counter", "carousel_engine_missed", "Requests that missed their deadline.",
         lambda each: each.stats.total_missed),
     Family("counter", "carousel_graph_padding_tokens",
-        "Padding tokens that steps computed because graphs have only a few sizes.",
+        "Padding tokens that steps computed because graphs exist for only a few sizes.",
         lambda each: each.measurements.num_padding_tokens),
     Family("counter", "carousel_steps_without_graph", "Steps on a GPU that were launched kernel by kernel.",
         lambda each: each.measurements.num_steps_without_graph),
@@ -245,7 +244,7 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
         lambda each: {backend.name: 1} if (backend := each.measurements.backend) else {}, ("backend",)),
     Family("gauge", "carousel_backends_failed", "Faster GPU backends that do not work on this machine.",
         lambda each: len(backend.failed) if (backend := each.measurements.backend) else 0),
-    Family("histogram", "carousel_step_seconds", "Time of one step.", lambda each: each.measurements.step_s),
+    Family("histogram", "carousel_step_seconds", "Duration of one step.", lambda each: each.measurements.step_s),
     Family("histogram", "carousel_step_tokens", "Tokens computed in one step.",
         lambda each: each.measurements.step_tokens),
     Family("histogram", "carousel_step_requests", "Requests in one step.",
@@ -267,12 +266,12 @@ _STORES: Sequence[Family[StoreStats]] = (
         lambda store: store.num_fetched_tokens),
     Family("counter", "carousel_tier_bytes", "Bytes of KV blocks moved from or to the tier or other replicas.",
         lambda store: store.bytes_moved, ("direction",)),
-    Family("counter", "carousel_tier_given_up", "Fetches that took longer than computing would have.",
+    Family("counter", "carousel_tier_given_up", "Fetches that were abandoned because they took too long.",
         lambda store: store.num_given_up),
 )  # fmt: skip
 # Replicas that have targets.
 _TUNING: Sequence[Family[Tuning]] = (
-    Family("gauge", "carousel_limit", "Current limits, which the tuner moves to meet the targets.",
+    Family("gauge", "carousel_limit", "Current limits, which the tuner adjusts to meet the targets.",
         lambda tuning: tuning.limits._asdict(), ("limit",)),
     Family("gauge", "carousel_limits_info", "The reason for the current limits.",
         lambda tuning: {str(tuning.reason): 1}, ("reason",)),
@@ -290,7 +289,7 @@ _SLEEP: Sequence[Family[SleepStats]] = (
     Family("counter", "carousel_wakes", "Times that a replica woke and allocated its memory again.",
         lambda sleep: sleep.num_wakes),
     Family("counter", "carousel_waking_seconds", "Seconds that replicas took to wake.", lambda sleep: sleep.waking_s),
-    Family("counter", "carousel_device_queue_seconds", "Seconds that requests waited for the memory of other models.",
+    Family("counter", "carousel_device_queue_seconds", "Seconds that requests waited for memory used by other models.",
         lambda sleep: sleep.queued_s),
     Family("counter", "carousel_turns_ended", "Times that a replica with requests slept because other models waited.",
         lambda sleep: sleep.num_turns_ended),
@@ -300,27 +299,27 @@ _LOOPS: Sequence[Family[LoopSnapshot]] = (
     Family("histogram", "carousel_loop_delay_seconds", "How late an event loop woke.", lambda loop: loop.delay_s),
     Family("counter", "carousel_loop_stalls", "Times that an event loop woke more than 50 ms late.",
         lambda loop: loop.num_stalls),
-    Family("counter", "carousel_loop_stalled_seconds", "Sum of the delays over 50 ms of an event loop.",
+    Family("counter", "carousel_loop_stalled_seconds", "Sum of an event loop's delays above 50 ms.",
         lambda loop: loop.stalled_s),
     Family("gauge", "carousel_loop_tasks", "Unfinished tasks of an event loop.", lambda loop: loop.num_tasks),
-    Family("gauge", "carousel_thread_queue", "Calls that wait for a thread of an event loop's process.",
+    Family("gauge", "carousel_thread_queue", "Calls waiting for a thread in an event loop's process.",
         lambda loop: loop.queued, ("threads",)),
 )  # fmt: skip
-# The counts of the process that runs batches since it opened its folder. The last two are current values.
+# Counts in the batches process since it opened its folder. The gauges are current values.
 _BATCHES: Sequence[Family[Mapping[str, int]]] = (
-    Family("counter", "carousel_batch_lines_completed", "Lines of batches that were answered.",
+    Family("counter", "carousel_batch_lines_completed", "Batch lines that were answered.",
         itemgetter("num_lines_completed")),
-    Family("counter", "carousel_batch_lines_failed", "Lines of batches that ended with an error.",
+    Family("counter", "carousel_batch_lines_failed", "Batch lines that ended with an error.",
         itemgetter("num_lines_failed")),
     Family("counter", "carousel_webhook_attempts", "Attempts to send webhook messages, including retries.",
         itemgetter("num_webhook_attempts")),
     Family("counter", "carousel_webhooks_delivered", "Webhook messages that were delivered.",
         itemgetter("num_webhooks_delivered")),
-    Family("counter", "carousel_webhooks_given_up", "Webhook messages that are not sent again.",
+    Family("counter", "carousel_webhooks_given_up", "Webhook messages that failed and will not be retried.",
         itemgetter("num_webhooks_given_up")),
-    Family("gauge", "carousel_webhooks_pending", "Webhook messages that are not delivered yet.",
+    Family("gauge", "carousel_webhooks_pending", "Webhook messages that have not been delivered yet.",
         itemgetter("num_webhooks_pending")),
-    Family("gauge", "carousel_batches_paused", "Batches that wait for their storage.", itemgetter("num_paused")),
+    Family("gauge", "carousel_batches_paused", "Batches that are waiting for storage.", itemgetter("num_paused")),
 )  # fmt: skip
 
 # Families whose samples replicas send.

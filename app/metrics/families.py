@@ -1,4 +1,4 @@
-"""Families of Prometheus metrics. Tables define each family once, with its kind, name, help, value and labels."""
+"""Families of Prometheus metrics. Tables define each family once: its kind, name, help, value and labels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Family(Generic[SourceT]):
 def metrics_of(
     table: Iterable[Family[SourceT]], labels: Labels, sources: Sequence[tuple[Labels, SourceT]]
 ) -> Iterator[Metric]:
-    """Return one metric for each family of a table. See `Family.metric`."""
+    """Yield one metric for each family in a table. See `Family.metric`."""
     return (family.metric(labels, sources) for family in table)
 
 

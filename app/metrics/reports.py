@@ -1,4 +1,4 @@
-"""Reports from other processes for /metrics. A stopped process still counts, so that no sum falls.
+"""Reports from other processes for /metrics. Stopped processes still count, so that sums never decrease.
 
 Each replica writes its own samples and sends them as text, because an ingress that wrote the samples of a thousand
 replicas would need more than a second of CPU for each scrape.
@@ -23,8 +23,8 @@ Clock = Callable[[], float]
 
 MAX_REPORT_BYTES = 256 * 1024  # a usual report needs 20 KiB
 GONE_S = 600.0  # time after which a stopped process's counts are stored only in a sum
-MAX_GONE = 1000  # largest number of stopped processes with separate counts, even if all stopped recently
-MAX_FOLDED_IDS = 1000  # how many of the processes that were added last to the sum are remembered
+MAX_GONE = 1000  # maximum number of stopped processes with separate counts, even if all stopped recently
+MAX_FOLDED_IDS = 1000  # number of ids to remember of processes in the sum, those that were added last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class EngineReport:
     stats: EngineStats
     measurements: EngineMeasurements
     group: str = ""  # the replica's group of an A/B trial
-    loop: LoopSnapshot | None = None  # of the replica's event loop, which runs beside the engine's thread
+    loop: LoopSnapshot | None = None  # of the replica's event loop, which runs alongside the engine's thread
 
 
 class EngineCounts(msgspec.Struct, frozen=True, array_like=True):
-    """The counts that an ingress adds up, since the start of one engine, or the sum over several engines."""
+    """One engine's counts since its start, which an ingress adds up, or the sum over several engines."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -51,7 +51,7 @@ class EngineCounts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_counted(self) -> int:
-        """A sum that only grows, which shows which of one engine's reports is later."""
+        """A sum that never decreases, which shows which of an engine's reports is newer."""
         numbers = self.num_steps + self.num_preemptions + self.num_prompt_tokens + self.num_cached_tokens
         return numbers + sum(each.num_values for each in (self.step_tokens, self.queue_s, self.prefill_s))
 
@@ -94,7 +94,7 @@ def encoded(metrics: ReplicaMetrics) -> bytes:
 def decoded(data: bytes) -> ReplicaMetrics:
     """Return a replica's metrics. Raises InvalidReport for metrics that would corrupt the text or the sums."""
     if len(data) > MAX_REPORT_BYTES:
-        raise InvalidReport(f"it has {len(data):,} bytes; at most {MAX_REPORT_BYTES:,} are read")
+        raise InvalidReport(f"the report has {len(data):,} bytes; at most {MAX_REPORT_BYTES:,} are accepted")
     try:
         metrics = _decode(data)
     except msgspec.DecodeError as error:
@@ -107,7 +107,7 @@ def decoded(data: bytes) -> ReplicaMetrics:
         raise InvalidReport("`use` has a value that is not a finite number")
     counts = metrics.counts
     if min(counts.num_steps, counts.num_preemptions, counts.num_prompt_tokens, counts.num_cached_tokens) < 0:
-        raise InvalidReport("a count is below 0")
+        raise InvalidReport("a count is negative")
     known = {name: _with_known_bounds(getattr(counts, name), bounds) for name, bounds in _BOUNDS.items()}
     return msgspec.structs.replace(metrics, counts=msgspec.structs.replace(counts, **known))
 
@@ -125,12 +125,12 @@ def _with_known_bounds(spread: Distribution, bounds: tuple[float, ...]) -> Distr
     if spread.bounds != bounds or len(spread.counts) != len(bounds) + 1:
         raise InvalidReport(f"a histogram has {len(spread.bounds)} bounds that differ from the bounds in this version")
     if min(spread.counts) < 0 or not 0 <= spread.total < inf:
-        raise InvalidReport("a histogram has values that no counter can have")
+        raise InvalidReport("a histogram has a negative count, or a sum that is negative or not finite")
     return replace(spread, bounds=bounds)
 
 
 def counts_of(report: EngineReport) -> EngineCounts:
-    """Return a report's counts, which are added up over all time."""
+    """Return a report's counts since the engine started."""
     stats, measurements = report.stats, report.measurements
     return EngineCounts(
         stats.total_steps, stats.total_preemptions, stats.total_prompt_tokens, stats.total_cached_tokens,
@@ -179,26 +179,26 @@ class Folded(Generic[CountsT]):
 
 @dataclass(frozen=True, slots=True)
 class Known(Generic[CountsT]):
-    """A summary of one instance of `ProcessCounts`. Another instance answers it with the missing counts (`Later`)."""
+    """A summary of one `ProcessCounts`, to which another instance responds with the missing counts (`Later`)."""
 
-    num_counted: Mapping[str, int]  # shows by process id how recent the known counts are
+    num_counted: Mapping[str, int]  # how recent the known counts of each process are, by process id
     folded: Folded[CountsT]
 
 
 @dataclass(frozen=True, slots=True)
 class Later(Generic[CountsT]):
-    """The counts that one instance knows and another instance's `Known` lacks."""
+    """The counts that one instance of `ProcessCounts` has and another instance lacks."""
 
     counts: Mapping[str, CountsT]  # by process id
     folded: Folded[CountsT] | None  # None if the other instance's sum has the same or a higher rank
 
 
 class ProcessCounts(Generic[CountsT]):
-    """The counts of all processes of one kind, including stopped processes. Instances exchange their knowledge.
+    """The counts of all processes of one kind, including stopped processes. Instances exchange their counts.
 
-    The counts of a stopped process stay separate for a while, so that each instance receives the latest counts that any
-    instance knows. Then they are added to a sum. An instance replaces its sum by another instance's sum if that one
-    includes more processes, and remembers the ids of these processes, so that it does not count them again.
+    The counts of a stopped process remain separate for a while, so that every instance can receive the latest ones.
+    Then they are added to a sum. An instance replaces its sum with another instance's sum if that includes more
+    processes, and remembers the ids of these processes to avoid counting them twice.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class ProcessCounts(Generic[CountsT]):
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`num_counted` returns a number that only grows, to recognize later counts. `total` adds up counts."""
+        """`num_counted` returns a number that never decreases, to recognize newer counts. `total` adds up counts."""
         self._num_counted = num_counted
         self._total = total
         self._clock = clock
@@ -222,7 +222,7 @@ class ProcessCounts(Generic[CountsT]):
         return Known({name: self._num_counted(each) for name, each in self._last.items()}, self._folded)
 
     def beyond(self, known: Known[CountsT]) -> Later[CountsT]:
-        """Return the counts that another instance lacks. Adopts the other's sum if that has a higher rank."""
+        """Return the counts that another instance lacks. Adopts that instance's sum if it has a higher rank."""
         self._take_over(known.folded)
         is_ahead = self._folded.rank > known.folded.rank
         # An instance that adopts this sum drops its own, and then needs the counts that only its own sum included.
@@ -235,7 +235,7 @@ class ProcessCounts(Generic[CountsT]):
         return Later(counts, self._folded if is_ahead else None)
 
     def learn(self, counts: Mapping[str, CountsT]) -> None:
-        """Record counts of processes, unless later counts of the same process are known."""
+        """Record counts of processes, unless newer counts of the same process are known."""
         for name, each in counts.items():
             last = self._last.get(name)
             if name in self._folded_ids or (last is not None and self._num_counted(last) > self._num_counted(each)):
@@ -259,7 +259,7 @@ class ProcessCounts(Generic[CountsT]):
             self._fold(old)
 
     def without(self, ids: Collection[str] = ()) -> list[CountsT]:
-        """Return counts that add up to those of all processes except these."""
+        """Return counts that add up to the total of all processes except these."""
         others = [each for name, each in self._last.items() if name not in ids]
         return others if self._folded.counts is None else [self._folded.counts, *others]
 

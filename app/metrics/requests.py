@@ -1,6 +1,6 @@
 """Measures one ingress's requests, without looking up any label per token.
 
-Each ingress process owns a `RequestMetrics`. The sum of all snapshots shows the service as its callers see it.
+Each ingress process owns a `RequestMetrics`. The sum of their snapshots describes the service as its callers see it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.errors import CarouselError, Failure, Overloaded
 
 Clock = Callable[[], float]
 
-NO_IDLE_SLOT = "no_idle_slot"  # reason for refusing a background call, such as a batch line, while no slot is free
+NO_IDLE_SLOT = "no_idle_slot"  # reason for refusing a background call, such as a batch line, when no slot is free
 NO_MODEL = ""  # model name of calls that were refused before their model was known
 BOUNDS = {
     "token_s": SECONDS,
@@ -40,7 +40,7 @@ Kind = tuple[str, str]  # kind of a request: the group of its replica, and `_FOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """The latencies of one kind of requests."""
+    """The latencies of one kind of request."""
 
     queue_s: Distribution  # from the arrival at the replica to the first step, as measured by the replica
     first_token_s: Distribution  # from the arrival of the call to a request's first token
@@ -78,7 +78,7 @@ class ModelSnapshot:
 
     @property
     def first_token_s(self) -> Distribution:
-        """First-token times over all kinds of requests."""
+        """Times to the first token over all kinds of requests."""
         return sum_distributions((each.first_token_s for each in self.latencies.values()), SECONDS)
 
     @property
@@ -101,7 +101,7 @@ Snapshot = Mapping[str, ModelSnapshot]  # by the model's name
 
 
 def num_counted(snapshot: Snapshot) -> int:
-    """Return a sum that only grows, which shows which of one ingress's snapshots is later."""
+    """Return a sum that never decreases, which shows which of an ingress's snapshots is newer."""
     return sum(
         each.num_generated_tokens
         + sum(sum(counts.values()) for counts in (each.finished, each.refused, each.failed, each.dispatched))
@@ -110,7 +110,7 @@ def num_counted(snapshot: Snapshot) -> int:
 
 
 def without_requests(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot of a stopped ingress without requests in flight, because its requests have ended with it."""
+    """Return a stopped ingress's snapshot without requests in flight, because they ended with the ingress."""
     return {name: replace(each, num_in_flight=0) for name, each in snapshot.items()}
 
 
@@ -127,14 +127,14 @@ class RequestMetrics:
     """The measurements of this process, by model. Used in one event loop only."""
 
     def __init__(self, model_names: Iterable[str] = (), *, clock: Clock = time.perf_counter) -> None:
-        """Report the named models immediately, with zeros. Other models appear with their first request."""
+        """Report the named models from the start, with zeros. Other models appear with their first request."""
         self.clock = clock  # also the clock of the arrival times for `CallMetrics`
         self._models: dict[str, ModelMetrics] = {}
         for name in model_names:
             self.model(name)
 
     def model(self, name: str) -> ModelMetrics:
-        """Return the metrics of one model, which are created for a new model."""
+        """Return one model's metrics. Creates them if the model is new."""
         if name not in self._models:
             self._models[name] = ModelMetrics(self.clock)
         return self._models[name]
@@ -242,18 +242,18 @@ class CallMetrics:
         return self
 
     def placed(self, index: int, group: str) -> None:
-        """Count one of the requests for the group of its replica. Ignored after the first token, and for no group."""
+        """Count a request for its replica's group. Does nothing after the request's first token or without a group."""
         if group and not self._requests[index].num_tokens:
             self._requests[index].latencies = self._model.latencies[group, self._class]
 
     def left_queue(self, index: int, queue_s: float) -> None:
-        """Record how long one of the requests waited in its replica's queue. Ignored after the first token."""
+        """Record how long a request waited in its replica's queue. Does nothing after the request's first token."""
         request = self._requests[index]
         if not request.num_tokens:
             request.latencies.queue_s.observe(queue_s)
 
     def tokens(self, index: int, num_tokens: int) -> None:
-        """Count at least one new token of one of the requests."""
+        """Count one or more new tokens of a request."""
         now = self._clock()
         request = self._requests[index]
         self._model.num_generated_tokens += num_tokens
@@ -272,7 +272,7 @@ class CallMetrics:
         self._model.histograms["prompt_tokens"].observe(request.num_prompt_tokens)
 
     def finished(self, index: int, reason: str) -> None:
-        """Record the regular end of one of the requests. Aborted and failed requests are counted on exit."""
+        """Record a request's regular end. Aborted and failed requests are counted on exit."""
         now = self._clock()
         request, histograms = self._requests[index], self._model.histograms
         self._end(request, reason)
@@ -334,7 +334,7 @@ class _RequestTimes:
 
 
 def reason_of(error: Exception) -> str:
-    """Return a label value for an error: the class name in snake case of a `CarouselError`, otherwise `internal`."""
+    """Return a label value for an error: the class name of a `CarouselError` in snake case, otherwise `internal`."""
     if not isinstance(error, CarouselError):
         return _INTERNAL
     return _name_of(type(error))

@@ -18,7 +18,7 @@ from app.metrics.requests import ModelSnapshot
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One model as a whole: the ingresses' measurements of its requests, and its replicas' reports."""
+    """The measurements of one model's requests in all ingresses, and the reports of its replicas."""
 
     name: str
     requests: ModelSnapshot
@@ -51,7 +51,7 @@ def _memory(model: ModelReport) -> dict[Labels, int]:
 
 
 def _adapters(model: ModelReport) -> dict[Labels, int]:
-    """Return one entry whose labels are a replica's limit, the names loaded on any replica, and the awaited names."""
+    """Return one entry. Its labels are a replica's limit, the loaded names, and the names that requests wait for."""
     most = max((each.max_adapters for each in model.replicas), default=0)
     loaded = sorted({name for each in model.replicas for name in each.adapters})
     waiting = sorted({name for each in model.replicas for name in each.waiting_adapters})
@@ -68,11 +68,11 @@ _FAMILIES: Sequence[Family[ModelReport]] = (
     Family("gauge", "vllm:num_requests_waiting_by_reason",
         "Requests in the engines' queues. All of them wait for a slot, for memory or for their batch.",
         lambda model: {"capacity": _num_waiting(model)}, ("reason",)),
-    Family("gauge", "vllm:cache_config_info", "The KV memory of one replica.", _memory,
+    Family("gauge", "vllm:cache_config_info", "The size of a replica's KV memory.", _memory,
         ("block_size", "num_gpu_blocks")),
     Family("gauge", "vllm:lora_requests_info", "LoRA adapters that are loaded or awaited on any replica.", _adapters,
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
-    Family("counter", "vllm:num_preemptions", "Preemptions, each of which takes back a request's memory.",
+    Family("counter", "vllm:num_preemptions", "Preemptions, each of which frees a request's memory.",
         lambda model: model.ever.num_preemptions),
     Family("counter", "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
         lambda model: model.ever.num_prompt_tokens),

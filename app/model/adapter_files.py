@@ -1,4 +1,4 @@
-"""Finds the files of a LoRA adapter and computes their digest. No torch here."""
+"""Finds the files of a LoRA adapter and computes their digest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_digest(adapter: Adapter, folder: Path) -> None:
     digest = adapter_digest(folder)
     if digest != adapter.digest:
         raise UnsupportedAdapter(
-            f"the adapter {adapter.name} in {folder} is {digest} here and {adapter.digest} where it was named: copy "
-            "the same files to every machine, and load it again under /admin/adapters"
+            f"the adapter {adapter.name} in {folder} has digest {digest} here, but {adapter.digest} where it was "
+            "registered: copy the same files to every machine, and load the adapter again with /admin/adapters"
         )
 
 
@@ -47,7 +47,7 @@ def adapter_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["adapter_*"]))
     except (OSError, ValueError) as error:
         raise UnsupportedAdapter(
-            f"there is no adapter {path[:200]!r}: no folder here, and its download fails: {first_line(error):.300}"
+            f"the adapter {path[:200]!r} is not a folder here, and its download failed: {first_line(error):.300}"
         ) from error
 
 
@@ -67,7 +67,7 @@ def adapter_digest(folder: Path) -> str:
 
 
 def another_base(folder: Path, served: Sequence[str], revision: str | None) -> str | None:
-    """Return a sentence to log if the adapter seems to be trained on other base weights than the served, or None.
+    """Return a sentence to log if the adapter seems to be trained on other base weights than the served ones.
 
     A different name proves nothing, because copies of the same weights have many names and PEFT may write a local path.
     Only the last parts of paths and hub ids are compared. Call after the configuration has been read successfully.
@@ -77,14 +77,14 @@ def another_base(folder: Path, served: Sequence[str], revision: str | None) -> s
     if not isinstance(name, str) or not name:
         return None
     if _last_part(name) not in map(_last_part, served):
-        return f"it was trained on {name[:200]}, and {served[0]} is served"
+        return f"it was trained on {name[:200]}, but {served[0]} is served"
     if trained_revision and revision and trained_revision != revision:
-        return f"it was trained on revision {trained_revision} of {name[:200]}, and {revision} is served"
+        return f"it was trained on revision {trained_revision} of {name[:200]}, but {revision} is served"
     return None
 
 
 def names_in_config(location: str) -> list[str]:
-    """Return the name under which the model was loaded, as recorded in its config.json, or an empty list."""
+    """Return the model's name that its config.json records, or an empty list."""
     file = Path(location) / "config.json"
     name = json.loads(file.read_bytes()).get("_name_or_path") if file.is_file() else None
     return [name] if isinstance(name, str) and name else []
@@ -99,4 +99,4 @@ def _pickled(folder: Path) -> str:
     found = [each.name for each in sorted(folder.glob("adapter_model.*")) if each.name != WEIGHTS]
     if not found:
         return ""
-    return f", but {found[0]}, which can hold code; save it with safe_serialization=True"
+    return f", but it has {found[0]}, which may contain code; save the adapter with safe_serialization=True"

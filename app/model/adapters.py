@@ -1,4 +1,4 @@
-"""Reads LoRA adapters in PEFT's format and checks that they fit the served model. An adapter's code never runs."""
+"""Reads LoRA adapters in PEFT's format and checks that they fit the served model. Never runs an adapter's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_RANK = 64
 
 
 def products_of(names: Names) -> dict[str, tuple[str, ...]]:
-    """Return the linear layers that our decoders multiply together in one product, by product name."""
+    """Return the linear layers that our decoders compute in one product, by the product's name."""
     return {
         "query_key_value": QUERIES_KEYS_VALUES,
         "output": (names.attention_output,),
@@ -80,7 +80,7 @@ class LlamaLayer(Protocol):
 
 
 def linear_sizes(settings: DecoderSettings, layers: Sequence[LlamaLayer]) -> dict[str, Sizes]:
-    """Return the sizes of the layers that adapters may change: linears of attention and of MLPs without experts."""
+    """Return the sizes of the linear layers that adapters may change: in attention, and in MLPs without experts."""
     return {
         linear_name(index, linear): size
         for index, (layer, own) in enumerate(zip(layers, settings.layers, strict=True))
@@ -168,7 +168,7 @@ class PeftConfig(BaseModel):
     bias: str = "none"
 
     def why_not(self) -> str | None:
-        """Return the first unsupported feature, in words; None if all features are supported."""
+        """Return the first unsupported feature, in words, or None if all are supported."""
         if self.peft_type != "LORA":
             return f"peft_type is {self.peft_type[:40]}; only LORA is supported"
         if self.bias != "none":
@@ -185,7 +185,7 @@ class _ByLayer:
     """Looks up `rank_pattern` or `alpha_pattern` by linear layer. The first key that matches a layer wins.
 
     PEFT treats a key as a regular expression that matches the end of a layer's name. An expression from an untrusted
-    file could run for hours while it holds the GIL, so nothing is ever compiled: only names, ends of names and
+    file could run for hours while holding the GIL, so keys are never compiled. Only names, ends of names and
     alternatives of these are accepted, and they are looked up in a dictionary.
     """
 
@@ -216,7 +216,7 @@ def _ends(field: str, key: str) -> list[str]:
 
 
 class LinearUpdates:
-    """Applies adapters to a model in transformers' code, by hooks that add each row's update to a linear's output."""
+    """Applies adapters to transformers' modules, with hooks that add each row's update to a linear layer's output."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._linears: dict[str, torch.nn.Module] = {}
@@ -233,7 +233,7 @@ class LinearUpdates:
                 self._linears[name] = linear
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
-        """Return the adapter in the model's type and on its device, as scheduled sequences carry it in `adapter`."""
+        """Move an adapter to the model's device and type. Scheduled sequences carry the result as `adapter`."""
         device = self._device if self._late is None else torch.device("cpu")
         to = partial(torch.Tensor.to, device=device, dtype=self._dtype)
         adapter = {name: LowRankUpdate(to(each.down), to(each.up)) for name, each in weights.items()}
@@ -252,7 +252,7 @@ class LinearUpdates:
             adapter |= self.prepare(adapter)
 
     def most_bytes(self, number: int, num_tokens: int) -> int:
-        """Return the bytes of a step, `number` adapters of rank `MAX_RANK`, and one more that a step still holds."""
+        """Return the bytes for a step, `number` adapters of rank `MAX_RANK`, and a removed one that is still in use."""
         if not self.sizes:
             return 0
         of_one = MAX_RANK * sum(each.num_inputs + each.num_outputs for each in self.sizes.values())
@@ -321,7 +321,7 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     if missing:
         unknown, known = (sorted({linear.rpartition(".")[2] for linear in each}) for each in (missing, linears))
         raise UnsupportedAdapter(
-            f"it adapts {', '.join(unknown):.200} ({missing[0]:.120}); of this model, {', '.join(known)} can be adapted"
+            f"it adapts {', '.join(unknown):.200} ({missing[0]:.120}); here, only {', '.join(known)} can be adapted"
         )
     ranks = _ByLayer("rank_pattern", config.rank_pattern, config.r)
     alphas = _ByLayer("alpha_pattern", config.alpha_pattern, config.lora_alpha)
@@ -350,7 +350,7 @@ def _read_config(folder: Path) -> PeftConfig:
         where = ".".join(map(str, first["loc"]))
         raise UnsupportedAdapter(f"{CONFIG}: {where}: got {first['input']!r:.60}; {first['msg']}") from error
     except (ValueError, RecursionError) as error:
-        raise UnsupportedAdapter(f"{CONFIG} is no JSON: {first_line(error)}") from error
+        raise UnsupportedAdapter(f"{CONFIG} is not valid JSON: {first_line(error)}") from error
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -370,7 +370,7 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
     for name, tensor in sorted(tensors.items()):
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise UnsupportedAdapter(f"{WEIGHTS} has {name[:120]}, which is no factor of a LoRA update")
+            raise UnsupportedAdapter(f"{WEIGHTS} has {name[:120]}, which is not a factor of a LoRA update")
         pairs.setdefault(match["linear"], {})[match["factor"]] = tensor
     for linear, factors in pairs.items():
         if len(factors) < 2:
@@ -389,7 +389,7 @@ def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Size
     if found != wanted:
         raise UnsupportedAdapter(
             f"{linear} has factors of {_shape(found[0])} and {_shape(found[1])}; with rank {rank}, this model needs "
-            f"{_shape(wanted[0])} and {_shape(wanted[1])}: it is for another model, or {CONFIG} for another adapter"
+            f"{_shape(wanted[0])} and {_shape(wanted[1])}: it is for another model, or {CONFIG} is for another adapter"
         )
     for factor in (down, up):
         if factor.dtype not in _DTYPES:
@@ -397,11 +397,11 @@ def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Size
 
 
 def _update(linear: str, factors: Mapping[str, torch.Tensor], scale: float) -> LowRankUpdate:
-    """Return a scaled copy of the factors, which are mapped pages of a file that may change while they are in use."""
+    """Return scaled factors. Copies them, because they are memory-mapped from a file that may change while in use."""
     down, up = (factors[name].to(torch.float32, copy=True) for name in "AB")
     up *= scale
     if not (down.isfinite().all() and up.isfinite().all()):
-        raise UnsupportedAdapter(f"{linear} has numbers that are not finite, or are not with the scale {scale:g}")
+        raise UnsupportedAdapter(f"{linear} has numbers that are not finite, or not finite after scaling by {scale:g}")
     return LowRankUpdate(down, up)
 
 

@@ -1,6 +1,6 @@
 """Counts the memory that operators allocate, for devices whose allocator keeps no statistics.
 
-A step on the meta device, whose tensors have sizes but no data, predicts the memory of any model's step this way.
+A step on the meta device, whose tensors have sizes but no data, thus predicts the memory of a real step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _WITHOUT_KERNEL = frozenset({
 
 
 class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts allocations in `with AllocatedBytes(device) as allocated: ...`, but few of operators' internal buffers."""
+    """Counts allocations in `with AllocatedBytes(device) as allocated: ...`, but few internal buffers of operators."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
-        self.peak = 0  # the most bytes that existed at once, of those allocated inside the block
+        self.peak = 0  # the most bytes allocated inside the block that existed at the same time
         self.num_kernels = 0  # the number of operators that would launch a kernel
         self._now = 0
         self._known: set[int] = set()  # addresses of all storages seen so far
@@ -63,7 +63,7 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:  # torch lacks it but for bfloat16
+    if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:  # torch only supports bfloat16
         return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
     return func(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Attention over paged KV memory. `paged_attention` is registered with transformers, so models run unmodified.
 
-Every layer of a model calls `attend` on the step, which travels as the forward keyword argument `paged`: no state has
-to be set before the forward pass. This module implements the attention in plain torch for CPU and CUDA. The faster
+Every layer of a model calls `attend` on the step, which is passed as the forward keyword argument `paged`, so no state
+has to be set before the forward pass. This module implements attention in plain torch for CPU and CUDA. The faster
 versions (`cpu/attention.py`, `cuda/attention.py`) must agree with it.
 """
 
@@ -36,7 +36,7 @@ _HARMLESS = frozenset(
 
 
 class UnknownAttention(Exception):
-    """Raised if a model needs a feature of attention that is not implemented here."""
+    """Raised if a model needs an attention feature that is not implemented."""
 
 
 class NoStep(UnknownAttention):
@@ -97,8 +97,8 @@ class AttentionRules:
     sliding_window: int | None = None  # the number of positions that a token sees, including its own
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [num_heads], an extra score per head in the softmax, without a value
-    is_latent: bool = False  # whether a key is its value followed by more numbers, which alone are stored as the key
-    # The earlier layer whose keys and values this layer reads, as `ProbeStep` has found; None if it stores its own.
+    is_latent: bool = False  # whether a key is its value followed by more numbers; only those are stored as the key
+    # The earlier layer whose keys and values this layer reads, as found by `ProbeStep`, or None if it stores its own.
     stored_by: int | None = None
 
 
@@ -139,17 +139,17 @@ def paged_attention(
 
 
 def check_call(step: object, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
-    """Raise UnknownAttention if a model asks its attention for a feature that is not implemented.
+    """Raise UnknownAttention if a model requests an attention feature that is not implemented.
 
     step: the forward keyword argument `paged`. Raises NoStep if it is missing.
     """
     if step is None:
-        raise NoStep("the model does not hand forward keyword arguments to its attention layers")
+        raise NoStep("the model does not pass forward keyword arguments to its attention layers")
     if attention_mask is not None:
-        raise UnknownAttention("the model puts an attention mask of its own on top")
+        raise UnknownAttention("the model adds its own attention mask")
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     if unknown:
-        raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
+        raise UnknownAttention(f"attention needs {', '.join(sorted(unknown))}, which is not implemented")
 
 
 def hand_steps_on(module: torch.nn.Module) -> None:
@@ -183,7 +183,7 @@ class PagedAttention(Protocol):
     """KV memory and the code that attends over it. The backend of an engine determines the implementation."""
 
     block_size: int
-    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension counts the blocks
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is the block
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         """Return the attention of all layers for the next forward pass."""
@@ -284,7 +284,7 @@ class ProbeStep:
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}  # only layers that store their own keys and values
         self.rules: dict[int, AttentionRules] = {}
-        self._keys: dict[int, torch.Tensor] = {}  # by layer; held so that no later tensor reuses their memory
+        self._keys: dict[int, torch.Tensor] = {}  # by layer; kept so that no later tensor reuses their memory
         self.states: list[StateShape] = []  # one for each recurrent operator, in the order of the calls
 
     @property
@@ -330,8 +330,10 @@ def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
 def _causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, start: int, rules: AttentionRules
 ) -> torch.Tensor:
-    """Attend causally. query: [num_tokens, num_heads, dim], at positions from `start` on; keys, values: [length,
-    num_kv_heads, dim]."""
+    """Attend causally. start: the position of the first query.
+
+    query: [num_tokens, num_heads, dim]; keys, values: [length, num_kv_heads, dim].
+    """
     at = torch.arange(keys.shape[0], device=keys.device)
     number = max(1, BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
     parts = []
@@ -345,7 +347,7 @@ def _causal(
 
 
 def _blank_others(keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> None:
-    """Zero invisible slots in place: they may contain NaN of other sequences, which a masked score would not remove."""
+    """Zero invisible slots in place: they may contain other sequences' NaNs, which a masked score would not remove."""
     others = ~visible[..., None, None]
     keys.masked_fill_(others, 0)
     values.masked_fill_(others, 0)

@@ -1,4 +1,4 @@
-"""Leaves a note for the next process when a crash or a hang ends this one: no exception reports such an end.
+"""Leaves a note for the next process if a crash or a hang ends this one, because no exception reports that.
 
 Python's `faulthandler` writes the tracebacks of all threads to a file, even while native code holds the GIL. Each
 process locks its own file, so that the next process can tell which files belong to processes that have ended.
@@ -20,7 +20,7 @@ from app.disk import hidden_name, take_lock
 
 logger = logging.getLogger(__name__)
 
-HANGS_S = 600.0  # longer than any step of a load takes, including compilation
+HANGS_S = 600.0  # longer than any stage of loading takes, including compilation
 _PREFIX = "crash-"
 _note: tuple[Path, int] | None = None  # this process's file and its descriptor; `faulthandler` supports only one
 _is_timed = False

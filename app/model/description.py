@@ -1,4 +1,4 @@
-"""Reads a model's length limit, end tokens and vocabulary from its folder, but no weights. No torch here.
+"""Reads a model's context length, end tokens and vocabulary from its files. Reads no weights and imports no torch.
 
 `AutoConfig` is avoided because it imports torch, which a simulated replica never loads.
 """
@@ -22,6 +22,7 @@ _POOLING_MODES = {  # as named in both config formats of sentence-transformers
     "pooling_mode_cls": Pooling.CLS,
     "pooling_mode_mean": Pooling.MEAN,
 }
+CLASSIFIER = "ForSequenceClassification"  # the end of the names of cross-encoders and classifiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,13 @@ class ModelDescription:
     """The properties of a model that can be read without its weights."""
 
     model_info: ModelInfo
-    text_token_ids: tuple[int, ...]  # tokens that decode to text alone: not special, no part of a character
+    text_token_ids: tuple[int, ...]  # tokens that each decode to text: no special tokens, no parts of characters
 
 
 def read_description(config: ModelConfig, location: str) -> ModelDescription:
     """Read config.json, generation_config.json and the tokenizer of a folder or hub id.
 
-    Raises:
-        InvalidSetup: a file or a required value is missing, or cannot be read.
+    Raises InvalidSetup if a file or a required value is missing or cannot be read.
     """
     whole = read_config(config, location)
     text: dict[str, Any] = whole.get("text_config") or whole
@@ -49,11 +49,23 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
         token for token, shown in texts.items() if token < vocab_size and token not in eos and _is_text(shown)
     )
     if not usable:
-        raise InvalidSetup(f"the tokenizer of {config.path} has no token that is text by itself")
+        raise InvalidSetup(f"the tokenizer of {config.path} has no token that decodes to text")
     length_names = ("max_position_embeddings", "n_positions")
     limit = next((text[name] for name in length_names if text.get(name) is not None), None)
     model_info = ModelInfo(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
     return ModelDescription(model_info, usable)
+
+
+def is_encoder(config: ModelConfig, location: str) -> bool:
+    """Return whether the architecture named in config.json is an encoder, which embeds or scores but generates no text.
+
+    Raises InvalidSetup if the model has no config.json.
+    """
+    named = read_config(config, location).get("architectures") or [""]
+    # Names end in "Model" if the model has no head, and in "ForMaskedLM" if embeddings do not need its head.
+    encoders = ("Model", "ForMaskedLM")
+    generates = "LMHeadModel"  # GPT-2's name ends in this; it also ends in "Model", but its head generates text
+    return str(named[0]).endswith((CLASSIFIER, *encoders)) and not str(named[0]).endswith(generates)
 
 
 def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
@@ -62,7 +74,7 @@ def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
     if not found:
         raise InvalidSetup(f"model.path {config.path!r}: there is no config.json at {location!r}")
     if not isinstance(found, dict):
-        raise InvalidSetup(f"model.path {config.path!r}: its config.json has no settings by name")
+        raise InvalidSetup(f"model.path {config.path!r}: its config.json is not a JSON object")
     return found
 
 
@@ -71,7 +83,7 @@ class SentenceSettings:
     """The settings in sentence-transformers' files. All are None if the model's folder contains no such files."""
 
     pooling: Pooling | None = None
-    max_length: int | None = None  # the most tokens of one text
+    max_length: int | None = None  # the most tokens that a text may have
     why_not: str | None = None  # the reason if a module or setting is not supported
 
 
@@ -98,20 +110,19 @@ def sentence_settings(config: ModelConfig, location: str) -> SentenceSettings:
 def max_model_len(config: ModelConfig, limit: int | None) -> int:
     """Return the maximum of prompt plus output tokens: `config.max_model_len` if set, otherwise the model's limit.
 
-    Raises:
-        InvalidSetup: both are unknown, or the configured number exceeds the model's limit.
+    Raises InvalidSetup if both are unknown, or if the configured number exceeds the model's limit.
     """
     asked = config.max_model_len
     longest = asked if asked is not None else limit
     if longest is None:
-        raise InvalidSetup(f"{config.path} does not say how long its context is; set model.max_model_len")
+        raise InvalidSetup(f"{config.path} does not state its context length; set model.max_model_len")
     if limit is not None and asked is not None and asked > limit:
         raise InvalidSetup(f"model.max_model_len is {asked:,}; {config.path} accepts at most {limit:,} tokens")
     return longest
 
 
 def as_token_ids(found: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Return `eos_token_id` of a configuration, which may be missing, a number or a list, as a tuple."""
+    """Return a configuration's `eos_token_id`, which may be None, a number or a list, as a tuple."""
     if found is None:
         return ()
     return tuple(found) if isinstance(found, Iterable) else (int(found),)

@@ -30,9 +30,8 @@ _SIGNS_OF_A_CARD = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 def device_of(config: ModelConfig) -> torch.device:
     """Return the device that the model runs on.
 
-    Raises:
-        InvalidSetup: the device does not exist, or `auto` finds a card that this torch cannot use though it is built
-            for CUDA. Falling back to the CPU would then hide a broken installation.
+    Raises InvalidSetup if the device does not exist, or if `auto` finds a card that a torch built for CUDA cannot use,
+    because falling back to the CPU would hide a broken installation.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -84,7 +83,7 @@ def driver_version() -> str:
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """Return the predicate of a sentence about Triton, with the missing package and a remedy; None if it works.
+    """Return the predicate of a sentence about Triton, with the missing package and a remedy, or None.
 
     Triton needs a C compiler: it builds a launcher for each of its kernels, see `triton/runtime/build.py`.
     """
@@ -106,12 +105,12 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 def warn_of_turns(share: float) -> None:
-    """Warn if replicas share a card without the Multi-Process Service (MPS), when they run only in turns."""
+    """Warn if replicas share a card without the Multi-Process Service (MPS), so that they take turns."""
     control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
     if not control.exists():
         logger.warning(
-            "replicas.num_gpus is %g, and there is no MPS here (%s): the replicas of this GPU take turns on it, and "
-            "may give less together than one with num_gpus: 1. Start nvidia-cuda-mps-control -d before Ray",
+            "replicas.num_gpus is %g, but there is no MPS here (%s): the replicas of this GPU take turns on it, and "
+            "together may be slower than one with num_gpus: 1. Start nvidia-cuda-mps-control -d before Ray",
             share, control,
         )  # fmt: skip
 
@@ -130,11 +129,10 @@ class ChosenDtype(NamedTuple):
 def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """Return the configured type; for `auto`, bfloat16 on CUDA, and the checkpoint's type on a CPU if that is fast.
 
-    Raises:
-        InvalidSetup: see `device_of`.
+    Raises InvalidSetup like `device_of`.
     """
     if config.dtype != "auto":
-        return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
+        return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "set by model.dtype")
     if device_of(config).type == "cuda":
         return ChosenDtype(torch.bfloat16, "it runs on CUDA")
     try:
@@ -150,22 +148,24 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
         return ChosenDtype(torch.float32, f"the checkpoint is in bfloat16, but {reason}")
     if own == "float16":  # bfloat16 has only 8 of float16's 11 significant bits
         return ChosenDtype(torch.float32, "the checkpoint is in float16, which bfloat16 would round")
-    return ChosenDtype(torch.float32, "the checkpoint's own" if own == "float32" else "the checkpoint names no other")
+    return ChosenDtype(
+        torch.float32, "the checkpoint's own" if own == "float32" else "the checkpoint specifies no other"
+    )
 
 
 def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | None:
     if config.backend != "auto":
-        return "transformers' code computes it (model.backend is torch)"
+        return "it runs on transformers' code (model.backend is torch)"
     architectures = architectures_of(described) or ["a model without a name"]
     if not computed_by("cpu").issuperset(architectures):
-        return f"transformers' code computes {', '.join(architectures)}"
+        return f"{', '.join(architectures)} runs on transformers' code"
     return None if is_fast(torch.bfloat16) else "the native code is not fast in it on this CPU"
 
 
 def refused_quantization(config: ModelConfig, reason: str) -> InvalidSetup:
     """Return the error for a model whose backend does not support the configured quantization."""
     return InvalidSetup(
-        f"model.quantization is {config.quantization}, which only {config.quantised_by} computes; "
+        f"model.quantization is {config.quantization}, which only {config.quantised_by} supports; "
         f"{config.path} cannot run there: {reason}. Set model.quantization to none"
     )
 
@@ -174,7 +174,7 @@ def check_backend_on_cpu(config: ModelConfig) -> None:
     """Raise InvalidSetup if the settings ask for a GPU backend."""
     if config.backend not in ("auto", "torch"):
         raise InvalidSetup(
-            f"model.backend is {config.backend}, which is for GPUs, and {config.path} runs on a CPU; leave it out"
+            f"model.backend is {config.backend}, which needs a GPU, but {config.path} runs on a CPU; remove it"
         )
 
 
@@ -198,6 +198,6 @@ def _refuse_kv_dtype(config: EngineConfig, reason: str | None) -> None:
         return
     only = "native attention on a CPU" if config.cache.dtype == "int8" else "Triton's attention on a GPU"
     raise InvalidSetup(
-        f"cache.dtype is {config.cache.dtype}, which only {only} has; {config.model.path} does not use that here: "
+        f"cache.dtype is {config.cache.dtype}, which only {only} supports; {config.model.path} does not use it here: "
         f"{reason}. Change that, or set cache.dtype to auto"
     )

@@ -38,7 +38,7 @@ class Encoder:
     """A model without its head. Packs all sequences of a step into one row, so that none is padded."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
-        """module: must attend by `packed_attention`."""
+        """module: must attend with `packed_attention`."""
         self._module = module
         self._device = device
         self._has_types = has_token_types(module.config)
@@ -53,7 +53,7 @@ class Encoder:
 
     @property
     def num_unused_positions(self) -> int:
-        """The number of the model's positions that no token can use, which shortens the longest text."""
+        """The number of positions that no token can use. It shortens the longest text that the model accepts."""
         return 0 if self._positions_of is None else 1 + int(self._padding_id or 0)
 
     def states(self, sequences: tuple[ScheduledSequence, ...]) -> torch.Tensor:
@@ -100,7 +100,7 @@ class EncoderRunner(ModelRunner):
 
 
 def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], score: ScoreHead) -> torch.Tensor:
-    """Return scores, or logits where a sequence asks for them, [num_sequences, num_scores]. See `Encoder.states`."""
+    """Return scores, or logits for sequences that request them, [num_sequences, num_scores]. See `Encoder.states`."""
     lengths = [len(item.token_ids) for item in sequences]
     ends = list(accumulate(lengths))
     places = [end - 1 if score.reads_last else end - length for end, length in zip(ends, lengths, strict=True)]
@@ -134,9 +134,9 @@ def packed_attention(
     packed: Sequence[tuple[int, int]] | None = None,  # each sequence's first token and end
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over whole sequences that are packed in one row. Each sees only itself; no KV memory is used.
+    """Attend over whole sequences that are packed in one row. Each attends only to itself, without KV memory.
 
-    Layers of a causal model attend backwards only, others in both directions. Follows transformers' attention
+    Causal models attend backwards only, other models in both directions. Follows transformers' attention
     interface; returns [1, num_tokens, num_heads, value_dim] and None.
     """
     check_call(packed, attention_mask, others)

@@ -1,4 +1,4 @@
-"""Finds mistakes in a model's path and files before the model is loaded. Writes nothing. No torch here."""
+"""Finds mistakes in a model's path and files before the model is loaded. Writes nothing and imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
 def weights_bytes(path: str) -> int:
-    """Return the bytes of a model's weight files; 0 for a hub id, whose files may not be here yet."""
+    """Return the bytes of a model's weight files, or 0 for a hub id, whose files may not be downloaded yet."""
     place = existing_place(path)
     if place is None:
         return 0
@@ -45,8 +45,8 @@ def _numbers_in(name: str) -> list[str]:
 def check_model(config: ModelConfig) -> None:
     """Check the files of a local model. For a hub id, only the path itself is checked, without network access.
 
-    Raises InvalidSetup, with the place and the fix: the path does not exist, the folder or GGUF file contains no model
-    or cannot be served (UnsupportedModel), or the configured context is longer than the model's.
+    Raises InvalidSetup, which names the file and the fix, if the path does not exist, the files contain no model, or
+    the configured context is longer than the model's. Raises UnsupportedModel if the model cannot be served.
     """
     check_path(config.path)
     place = existing_place(config.path)
@@ -68,7 +68,7 @@ def check_path(path: str) -> None:
     if path.startswith(("/", ".", "~")) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):
         raise InvalidSetup(f"got {path!r}; there is no such folder or file here{hint}")
     if not _HUB_ID.fullmatch(path):
-        raise InvalidSetup(f"got {path!r}; there is no such folder here, and a hub id is as Qwen/Qwen3-0.6B")
+        raise InvalidSetup(f"got {path!r}; there is no such folder here, and hub ids look like Qwen/Qwen3-0.6B")
 
 
 def check_can_be_asked(path: str) -> None:
@@ -86,13 +86,13 @@ def check_can_be_asked(path: str) -> None:
         if not try_to_load_from_cache(path, file):
             get_hf_file_metadata(hf_hub_url(path, file))
     except HFValidationError as error:
-        raise InvalidSetup(f"got {path!r}; there is no such folder here, and it is no hub id: {error}") from error
+        raise InvalidSetup(f"got {path!r}; there is no such folder here, and it is not a hub id: {error}") from error
     except HfHubHTTPError:  # the hub responded, so it can be reached
         return
     except Exception as error:  # the error's class depends on the version of huggingface_hub
         raise InvalidSetup(
-            f"{path!r} is no folder here and was never downloaded, and the model hub cannot be asked for it: "
-            f"{first_line(error).rstrip('.')}. Name a folder with the model, or connect this machine"
+            f"{path!r} is not a folder here and was never downloaded, and the model hub cannot be reached: "
+            f"{first_line(error).rstrip('.')}. Set the path of a folder, or connect this machine to the hub"
         ) from error
 
 
@@ -103,7 +103,7 @@ def _is_in_hub_cache(path: str) -> bool:
 
 
 def _near(place: Path) -> str | None:
-    """Return the path of a model in the same folder with nearly the same name; None if there is none."""
+    """Return the path of a model in the same folder with nearly the same name, or None if there is none."""
     try:
         beside = [each.name for each in place.parent.iterdir() if _is_model(each)]
     except OSError:
@@ -132,18 +132,18 @@ def _check_folder(config: ModelConfig, folder: Path) -> None:
     if kind is not None and not isinstance(kind, str):
         raise InvalidSetup(f"{folder}/config.json: model_type is {str(kind)[:60]}; it should be a name")
     if kind in STATES_NOT_COMPUTED:
-        raise UnsupportedModel(f"{folder} is a {kind} model; {STATES_NOT_COMPUTED[kind]} is not computed here")
+        raise UnsupportedModel(f"{folder} is a {kind} model; {STATES_NOT_COMPUTED[kind]} is not supported")
     known = _known_types()
     if kind is not None and known and kind not in known:
         close = difflib.get_close_matches(str(kind), known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "; a newer transformers may know it"
-        raise UnsupportedModel(f"{folder}/config.json: model_type {kind!r} is not known to transformers here{hint}")
+        hint = f"; did you mean {close[0]!r}?" if close else "; a newer version may support it"
+        raise UnsupportedModel(f"{folder}/config.json: model_type {kind!r} is unknown to transformers here{hint}")
     limit = next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)
     if limit is not None:
         max_model_len(config, limit)
     if not any(_weight_files(folder)):
         others = sorted(each.name for each in folder.glob("*.bin"))
-        what = f"{others[0]} is not read: only safetensors are" if others else "there is no model*.safetensors"
+        what = f"{others[0]} is not read, only safetensors are" if others else "there is no model*.safetensors"
         raise InvalidSetup(f"{folder} has no weights: {what}")
     if not any(folder.glob("token*")) and not (folder / "vocab.json").is_file():
         raise InvalidSetup(f"{folder} has no tokenizer: there is no tokenizer.json")
@@ -154,9 +154,9 @@ def _weight_files(place: Path) -> Iterator[Path]:
 
 
 def _known_types() -> list[str]:
-    """Return the model types that the installed transformers supports; empty if its table has moved since version 5.23.
+    """Return the model types that the installed transformers supports, or none if their table has moved since 5.23.
 
-    Loads only the table's module, because importing transformers takes seconds and imports torch.
+    Loads only the table's module, because importing all of transformers takes seconds and imports torch.
     """
     found = importlib.util.find_spec("transformers")
     assert found is not None, "transformers is installed"

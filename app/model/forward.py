@@ -1,4 +1,4 @@
-"""The interface of a step's forward pass, which all backends implement, and its implementation by transformers."""
+"""The interface of a step's forward pass, which all backends implement, and the one on transformers' code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Adapting(Protocol):
         ...
 
     def prepare(self, weights: AdapterWeights) -> object:
-        """Return the object that scheduled sequences carry as `adapter`. Thread-safe, even while a step runs."""
+        """Return the object that scheduled sequences carry as `adapter`. Thread-safe, even while a step is running."""
         ...
 
 
@@ -49,7 +49,7 @@ class ForwardPass(Protocol):
     def adapting(self) -> Adapting: ...
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        """Run a step: store the new tokens' keys and values, and return the logits that `inputs` asks for."""
+        """Run a step: store the new tokens' keys and values, and return the logits that `inputs` requests."""
         ...
 
 
@@ -75,7 +75,7 @@ class DeviceForward(Protocol):
 
 
 class TransformersForward:
-    """Runs transformers' code with paged attention. Supports every architecture whose code can use that."""
+    """Runs transformers' code with paged attention. Supports every architecture whose code can use it."""
 
     def __init__(self, module: PreTrainedModel, attention: PagedAttention) -> None:
         self.block_size = attention.block_size
@@ -117,7 +117,7 @@ class TransformersForward:
 
 
 class SequentialForward(TransformersForward):
-    """Runs a step's sequences one after another, for models whose own attention supports only one at a time."""
+    """Runs a step's sequences one after another, for models whose own attention supports only one sequence."""
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         device, predictions = inputs.token_ids.device, []

@@ -1,6 +1,6 @@
-"""The backends for a GPU, best first. A replica uses the first one that works, see docs/design/gpu.md.
+"""The backends for a GPU, best first. A replica uses the first one that works. See docs/design/gpu.md.
 
-If a kernel does not compile, the driver refuses a launch, or a step computes wrong numbers, the replica tries the next
+If a kernel does not compile, the driver rejects a launch, or a step computes wrong numbers, the replica tries the next
 backend. The last one is plain torch.
 
 After some CUDA errors a process can no longer use its device, and a crash or a hang ends the process. A file records
@@ -45,7 +45,7 @@ class Backend:
     has_triton: bool  # whether our attention kernels run; required for FP8 KV memory, `batch_invariant`, block copies
 
 
-# `model.backend` names the only backend to try. `auto` stands for all of them, the best one first.
+# `model.backend` names the only backend to try. `auto` tries all of them, best first.
 BACKENDS: Mapping[str, Backend] = {
     GRAPHS: Backend(
         computes="our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
@@ -84,10 +84,10 @@ WITHOUT_DECODER = frozenset(name for name, each in BACKENDS.items() if not each.
 WITHOUT_TRITON = frozenset(name for name, each in BACKENDS.items() if not each.has_triton)
 FILE_NAME = "lost_devices.json"
 EXCLUDED_S = 3600.0  # how long a loss excludes a backend; not forever, because the hardware may have been the cause
-MOST_LOSSES = 3  # after this many losses, a backend is excluded until the driver or a package changes its version
+MOST_LOSSES = 3  # after this many losses, a backend is excluded until the version of the driver or a package changes
 _ONE_EVENT_S = 60.0  # losses within this time count as one, because a fault may end all processes on a card
 _MOST_OF_A_MESSAGE = 200  # characters
-_AT_LOAD, _IN_A_STEP = "at the load, ", "in a step, "  # the prefixes of the reason of a loss
+_AT_LOAD, _IN_A_STEP = "while loading, ", "in a step, "  # prefixes of the reason for a loss
 
 
 class BackendFailed(Exception):
@@ -97,8 +97,8 @@ class BackendFailed(Exception):
 def cause_of(error: Exception) -> str:
     """Return one line for an error: its class, and the first and the last line of its message.
 
-    Compilers report the location in the first line and the fault in the last. While a model loads, no client has sent
-    anything, so the line cannot contain a client's text.
+    Compilers report the location in the first line and the fault in the last. While a model is loading, no client has
+    sent anything, so the line cannot contain a client's text.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     ends = dict.fromkeys(line[:_MOST_OF_A_MESSAGE] for line in (lines[0], lines[-1]))
@@ -118,7 +118,7 @@ def is_lost(device: torch.device) -> bool:
 # By setup and backend: the times of the last losses (`time.time`), and the reason for the last one.
 _Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
 _SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
-# A process's note for the case of a crash: its setup, the backends to record, and the prefix of the reason.
+# The note that a process leaves for a crash: its setup, the backends to record, and the prefix of the reason.
 _WORK: TypeAdapter[tuple[str, list[str], str]] = TypeAdapter(tuple[str, list[str], str])
 
 
@@ -142,7 +142,7 @@ class LostDevices:
                     setups[self.setup][backend] = ([*times, now][-MOST_LOSSES:], reason[:500])
                 write_atomically(self.path, json.dumps(setups, indent=1).encode())
         except OSError as error:
-            logger.warning("the next replica may take the same backend again: %s cannot be written: %s",
+            logger.warning("the next replica may try the same backend again: %s cannot be written: %s",
                            self.path, error)  # fmt: skip
 
     def note_crashes(self) -> None:
@@ -163,16 +163,16 @@ class LostDevices:
         found = {}
         for backend, (times, reason) in self._read().get(self.setup, {}).items():
             number, ago_s = len(times), self.clock() - times[-1]
-            now = f"model.backend: {backend} tries it now"
+            now = f"set model.backend: {backend} to try it now"
             if number >= MOST_LOSSES:
                 found[backend] = (
-                    f"it ended {number} replicas, the last one {reason}. A replica tries it with another version of "
-                    f"the driver or of the packages; {now}"
+                    f"it ended {number} replicas, the last one {reason}. It will be tried again with another version "
+                    f"of the driver or the packages; {now}"
                 )
             elif ago_s < EXCLUDED_S:
                 found[backend] = (
-                    f"it ended a replica {ago_s / 60:.0f} minutes ago, {reason}. A replica that starts in "
-                    f"{(EXCLUDED_S - ago_s) / 60:.0f} minutes tries it again; {now}"
+                    f"it ended a replica {ago_s / 60:.0f} minutes ago, {reason}. It will be tried again "
+                    f"{(EXCLUDED_S - ago_s) / 60:.0f} minutes from now; {now}"
                 )
         return found
 
@@ -191,7 +191,7 @@ class Ladder:
     config: EngineConfig
     device: torch.device
     lost: LostDevices
-    is_shared: bool = False  # whether ranks share one backend; its failure ends all ranks, and the next start skips it
+    is_shared: bool = False  # whether ranks share one backend; its failure ends all ranks and excludes it at restart
     has_own_decoder: bool = True  # whether our decoder may run the model; assumed until the model is loaded
     has_weights: bool = False  # whether the model is loaded
     failed: dict[str, str] = field(default_factory=dict)  # why a backend, or a part of one, does not work
@@ -213,7 +213,7 @@ class Ladder:
         named = config.model.backend
         ladder.skipped |= {name: f"model.backend is {named}" for name in BACKENDS if name not in ladder.order}
         if config.model.batch_invariant:
-            reason = "model.batch_invariant is set, and its products depend on the size of a step"
+            reason = "model.batch_invariant is set, but this backend's products depend on the size of a step"
             ladder.skipped |= dict.fromkeys(WITHOUT_TRITON, reason)
         accepted = set(ladder.order) - ladder.skipped.keys()
         lost = {name: why for name, why in ladder.lost.left_out().items() if name in accepted and name != TORCH}
@@ -238,15 +238,15 @@ class Ladder:
             if backend not in self.failed | self.skipped:
                 yield backend
         self._check_named()
-        raise UnsupportedModel(f"{self.config.model.path} runs with no backend here: {self._reasons()}")
+        raise UnsupportedModel(f"no backend can run {self.config.model.path} here: {self._reasons()}")
 
     @contextmanager
     def trying(self, backend: str) -> Iterator[None]:
-        """Wrap the load with one backend. Records and swallows an error that another backend may not have.
+        """Wrap the load with one backend. Records and suppresses an error that another backend may avoid.
 
         Raises:
             InvalidSetup: the settings or the model are wrong for any backend.
-            Failure: this process cannot try another backend, because the device is lost or other ranks wait.
+            Failure: this process cannot try another backend, because the device is lost or other ranks are waiting.
         """
         if self.failed:  # the previous backend's error held references to memory on the device
             gc.collect()
@@ -288,7 +288,7 @@ class Ladder:
             self.failed[part] = reason
 
     def fail(self, backends: Iterable[str], reason: str) -> None:
-        """Record that these backends do not work. Raises Failure on ranks, whose other processes wait for this one."""
+        """Record that these backends do not work. Raises Failure on ranks, because the other ranks wait."""
         if self.is_shared:
             self._end(backends, reason)
         for backend in backends:
@@ -297,11 +297,11 @@ class Ladder:
                 logger.warning("%s: backend %s does not work: %s", self.config.model.path, backend, reason)
 
     def _end(self, backends: Iterable[str], reason: str) -> NoReturn:
-        """Record these backends as lost, so that the next start excludes them, and raise Failure."""
+        """Record these backends as lost, so that they are excluded after a restart, and raise Failure."""
         backends = [*backends]
         self.lost.note(backends, f"{_AT_LOAD}{reason}")
         raise Failure(
-            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. The next start tries another one"
+            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. Another one is tried at restart"
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:
@@ -311,7 +311,7 @@ class Ladder:
         """
         for name in self.order:
             if not minimum(int(name not in self.failed | self.skipped)):
-                self.failed.setdefault(name, "another rank leaves it out")
+                self.failed.setdefault(name, "another rank excludes it")
 
     def with_graphs(self) -> ChosenBackend:
         """Record that steps run from graphs, and return the report of this backend."""
@@ -340,12 +340,12 @@ class Ladder:
         return [GRAPHS] if self._current == GRAPHS else self._same_code_at_load(self._current)
 
     def _check_named(self) -> None:
-        """Raise InvalidSetup if the settings name a backend, which does not work."""
+        """Raise InvalidSetup if the settings name the backend that failed."""
         model = self.config.model
         if model.backend != "auto":
             raise InvalidSetup(
-                f"model.backend is {model.backend}, and {model.path} does not run that way here: {self._reasons()}. "
-                f"Repair that, or leave model.backend out to serve with another backend"
+                f"model.backend is {model.backend}, but it cannot run {model.path} here: {self._reasons()}. "
+                f"Fix that, or remove model.backend to serve with another backend"
             )
 
     def _reasons(self) -> str:
@@ -355,12 +355,12 @@ class Ladder:
 
 
 def config_for(config: EngineConfig, backend: str) -> EngineConfig:
-    """Return the settings to load a backend with. Replaces, with a warning, FP8 settings that it does not support."""
+    """Return the settings for loading a backend. FP8 settings that it does not support are replaced, with a warning."""
     model = config.model
     if backend in WITHOUT_DECODER and model.quantization == "fp8":
-        logger.warning("model.quantization is fp8, which %s does not compute: weights are in bfloat16", backend)
+        logger.warning("model.quantization is fp8, which %s does not support: weights are in bfloat16", backend)
         config = config.with_setting("model.quantization", "none")
     if backend in WITHOUT_TRITON and config.cache.dtype == "fp8":
-        logger.warning("cache.dtype is fp8, which %s does not compute: KV memory is in the model's type", backend)
+        logger.warning("cache.dtype is fp8, which %s does not support: KV memory is in the model's type", backend)
         config = config.with_setting("cache.dtype", "auto")
     return config.with_setting("model.backend", backend)

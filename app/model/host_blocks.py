@@ -12,15 +12,15 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 
 
 class HostBlocks(BlockMemory, BlockCopies):
-    """Access by block to the tensors of a CPU's KV memory, and by slot to the states of recurrent layers (`states`).
+    """Gives access to a CPU's KV memory by block, and to the states of recurrent layers by slot (`states`).
 
-    A thread that waits for a folder or another replica may hold this object for long, so `release` drops the tensors.
+    A thread that is waiting for a folder or another replica may keep this object alive, so `release` drops the tensors.
     """
 
     states: HostBlocks | None
 
     def __init__(self, tensors: Sequence[torch.Tensor], states: Sequence[torch.Tensor] = ()) -> None:
-        """tensors: KV memory; the first dimension counts blocks. states: recurrent states; it counts slots."""
+        """tensors: KV memory; the first dimension is the block. states: recurrent states; it is the slot."""
         self.states = HostBlocks(states) if states else None
         self._sizes = [each.nbytes // len(each) for each in tensors]
         self.block_bytes = sum(self._sizes)
@@ -36,7 +36,7 @@ class HostBlocks(BlockMemory, BlockCopies):
             self._tensors = []
 
     def new_buffer(self) -> memoryview:
-        """Return a buffer for one block. Callers transfer a block at once and so rarely need the interpreter's lock."""
+        """Return a buffer for one block. Callers transfer whole blocks, so they rarely need the interpreter's lock."""
         return memoryview(bytearray(self.block_bytes))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Checks that this machine has enough memory for the replicas on its CPUs. No torch here."""
+"""Checks that this machine has enough memory for the replicas on its CPUs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def taking_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[No
     available = available_memory()
     if available is not None and num_bytes > available:
         compared = _compared(needed, num_bytes, "", available)
-        logger.warning("%s left now; this process may swap or be killed: %s", compared, way_out)
+        logger.warning("%s available now; this process may swap or be killed: %s", compared, way_out)
     try:
         yield
     except RuntimeError as error:
@@ -44,8 +44,7 @@ def taking_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[No
             raise
         compared = _compared(needed, num_bytes, "", memory_of_machine())
         raise InvalidSetup(
-            f"{compared}, but the system refuses them to this process (see `ulimit -v` and vm.overcommit_memory): "
-            f"{way_out}"
+            f"{compared}, but the system refuses to allocate them (see `ulimit -v` and vm.overcommit_memory): {way_out}"
         ) from error
 
 

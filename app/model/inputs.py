@@ -22,11 +22,11 @@ from app.engine.request import Pooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """The inputs of a forward pass. Indices are places in the packed row."""
+    """The inputs of a forward pass. Indices refer to tokens in the packed row."""
 
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
-    slots: tuple[torch.Tensor, ...]  # one tensor per group of layers: [num_tokens], where keys and values go
+    slots: tuple[torch.Tensor, ...]  # one tensor per group of layers: [num_tokens], where keys and values are written
     logits_indices: torch.Tensor  # [num_rows], tokens whose logits are needed, ascending
     hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens whose hidden states are needed
 
@@ -77,7 +77,7 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A step's sequences, as native attention needs them. Long ones are split, so that threads share the work."""
+    """A step's sequences, as native attention needs them. Long sequences are split so that threads share the work."""
 
     segments: torch.Tensor  # [num_segments, 4] int32: first token in the packed row, tokens, position, table offset
     tables: tuple[torch.Tensor, ...]  # one per group of layers: [num_block_ids] int32, all block tables joined
@@ -125,7 +125,7 @@ def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
 
 
 def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[torch.Tensor]:
-    if device.type != "cpu":  # kernels require aligned tensors, so each gets its own memory
+    if device.type != "cpu":  # kernels require aligned tensors, so each tensor has its own memory
         return [to_device(column, device) for column in columns]
     # Creating a small tensor is mostly overhead, so the columns are views of one tensor.
     together = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.long)
@@ -133,7 +133,7 @@ def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[tor
 
 
 def _wanted(item: ScheduledSequence, end: int) -> list[int]:
-    """Return the indices of a sequence's tokens whose logits are needed. end: where it ends in the packed row.
+    """Return the indices of a sequence's tokens whose logits are needed. end: its end in the packed row.
 
     Tokens that predict targets come first, then the last token if it samples. `logprobs.py` relies on this order.
     """
@@ -214,7 +214,7 @@ def build_segments(batch: StepBatch, *, num_groups: int = 1, block_size: int, ma
 
 
 def _as_tensor(numbers: list[int]) -> torch.Tensor:
-    """Return at least one number as an int32 tensor. Uses an array, because torch converts lists slowly."""
+    """Convert one or more numbers to an int32 tensor. Uses an array, because torch converts lists slowly."""
     return torch.frombuffer(array("i", numbers), dtype=torch.int32)
 
 

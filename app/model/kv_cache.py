@@ -34,7 +34,7 @@ class LayerShape:
         return replace(self, num_kv_heads=number * self.num_kv_heads)
 
     def number_in(self, larger: LayerShape) -> int:
-        """Return how many layers of this shape fill the memory of a larger one exactly; 0 if no number does."""
+        """Return how many layers of this shape fill the memory of a larger one exactly, or 0 if no number does."""
         keys, values = larger.num_kv_heads * larger.key_dim, larger.num_kv_heads * larger.value_dim
         number = max(1, keys // (self.num_kv_heads * self.key_dim))
         whole = self.times(number).num_kv_heads
@@ -47,7 +47,7 @@ class LayerShape:
 
 
 class Place(NamedTuple):
-    """Where a layer's keys and values lie in the blocks of its group."""
+    """Where a layer's keys and values are stored in the blocks of its group."""
 
     group: int
     place: int  # index within a block
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroups:
-    """Divides a model's layers into groups, each of which stores keys and values in blocks of its own.
+    """Divides a model's layers into groups, each of which stores keys and values in its own blocks.
 
     Without windows, all layers form one group, and a block has a place for each layer. With windows, the first group
     contains the layers without a window, and a block has a place for each of them. Every other group contains just
@@ -118,7 +118,7 @@ class LayerGroups:
     def in_block(self, layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:
         """Return the shape of each place in a block.
 
-        If layers of two shapes use a place, the shape with more heads counts: in 8-bit types, each head needs scales.
+        If layers of two shapes share a place, returns the one with more heads, because 8-bit types add scales per head.
         """
         found: dict[int, LayerShape] = {}
         for layer, shape in layers.items():
@@ -172,18 +172,17 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of all layers, including scales. The first dimension counts the blocks."""
+        """The tensors of all layers, including scales. The first dimension is the block."""
         return [*self._keys.values(), *self._values.values(), *self.scales.values()]
 
     @property
     def in_fp8(self) -> bool:
-        """Whether keys and values are stored in FP8."""
         return bool(self.scales)
 
     def layer(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's contiguous keys and values for a kernel: [num_blocks, block_size, num_kv_heads, dim].
 
-        The layer must not share its place with others.
+        The layer must not share its place with other layers.
         """
         return self._keys[place], self._values[place]
 
@@ -240,7 +239,7 @@ def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers. dtype: the model's type.
+    """Return the bytes of one block for all layers. dtype: the model's type.
 
     Without attention layers, returns the bytes of a block's bookkeeping on the host.
     """
@@ -257,10 +256,10 @@ def _given(config: CacheConfig, gpu_bytes: int | None) -> tuple[str, int]:
 
 
 def num_state_slots(state_bytes: int, *, max_running: int, memory_bytes: int) -> int:
-    """Return the number of slots for recurrent states. The slots may not fit.
+    """Return the number of slots for recurrent states, without checking that they fit.
 
-    A running sequence needs two slots, and each other slot stores a prefix that can be resumed. Two sequences can run
-    and be resumed with eight slots. Half of the memory is left for keys and values.
+    A running sequence needs two slots, and each other slot stores a prefix that can be resumed. Eight slots let two
+    sequences run and be resumed. If more slots fit, half of the memory is left for keys and values.
 
     state_bytes: bytes of one slot. memory_bytes: the bytes for slots and KV memory together.
     """
@@ -274,8 +273,7 @@ def num_state_slots_that_fit(
 
     state_bytes: bytes of one slot. gpu_bytes: as in `num_blocks_that_fit`.
 
-    Raises:
-        InvalidSetup: the derived slots leave no memory for keys and values.
+    Raises InvalidSetup if the slots leave no memory for keys and values.
     """
     given, memory_bytes = _given(config, gpu_bytes)
     number = num_state_slots(state_bytes, max_running=max_running, memory_bytes=memory_bytes)
@@ -283,8 +281,8 @@ def num_state_slots_that_fit(
         left = "" if gpu_bytes is None else f" leaves {gpu_bytes / GIB:.3f} GiB"
         raise InvalidSetup(
             f"cache.{given}{left}: {number} slots of {state_bytes / 2**20:.1f} MiB for the states "
-            f"of recurrent layers need {number * state_bytes / GIB:.3f} GiB, and keys and values need memory beside "
-            f"them. Raise it"
+            f"of recurrent layers need {number * state_bytes / GIB:.3f} GiB, but keys and values need memory too. "
+            f"Raise it"
         )
     return number
 
@@ -302,31 +300,28 @@ def num_blocks_that_fit(
     """Return the number of blocks in the pool: as configured, or derived from the memory settings.
 
     layers, dtype: the shapes in a block, and the model's type. num_groups: groups of layers, each with its own blocks.
-
-    gpu_bytes: the bytes that a GPU has left for KV memory (`memory.py`); None on a CPU.
+    gpu_bytes: the bytes that a GPU has left for KV memory (`memory.py`), or None on a CPU.
     draft_bytes: the bytes that a draft model adds to each block.
     taken_bytes: the part of the memory that the states of recurrent layers use.
 
-    Raises:
-        InvalidSetup: not even one block of each group fits.
+    Raises InvalidSetup if not even one block of each group fits.
     """
     if config.num_blocks is not None:
         if config.num_blocks < num_groups:
             raise InvalidSetup(
-                f"cache.num_blocks={config.num_blocks}: this model's layers take blocks in {num_groups} groups, so the "
-                f"first token needs {num_groups}. Raise it"
+                f"cache.num_blocks={config.num_blocks}: this model's layers use blocks in {num_groups} groups, so the "
+                f"first token needs {num_groups} blocks. Raise it"
             )
         return config.num_blocks
-    if (
-        gpu_bytes is not None and not layers
-    ):  # blocks without layers use only host memory, while the states are on the GPU
+    # Blocks without layers use only host memory, while the states are on the GPU.
+    if gpu_bytes is not None and not layers:
         gpu_bytes, taken_bytes = None, 0
     given, memory_bytes = _given(config, gpu_bytes)
     memory_bytes -= taken_bytes
     of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
     num_blocks = memory_bytes // of_block
     if num_blocks < num_groups:
-        beside = f" beside {taken_bytes / GIB:.3f} GiB for states" if taken_bytes else ""
+        beside = f" next to {taken_bytes / GIB:.3f} GiB for states" if taken_bytes else ""
         raise InvalidSetup(
             f"cache.{given} leaves {memory_bytes / GIB:.3f} GiB for KV memory{beside}; one block of "
             f"{config.block_size} tokens needs {num_groups * of_block / GIB:.6f} GiB. Raise it, or serve a smaller "

@@ -1,4 +1,4 @@
-"""Extracts the language model from a multimodal checkpoint, to serve its text alone.
+"""Extracts the language model from a multimodal checkpoint, to serve text only.
 
 The towers for images, audio and video are neither read from the files nor held in memory.
 """
@@ -37,7 +37,7 @@ def plain_name(weight: str) -> str:
 
 
 def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
-    """Return transformers' renames for this checkpoint, followed by those of `plain_name`. They apply in this order."""
+    """Return the renames to apply, in order: those of transformers for this checkpoint, then those of `plain_name`."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -60,8 +60,8 @@ def check_files_of_text(path: str, folder: Path, whole: PreTrainedConfig, expect
     found = {_renamed(name, plain_names(whole)) for name in names}
     if names and found.isdisjoint(expected) and names.isdisjoint(expected):
         raise UnsupportedModel(
-            f"{path} cannot be loaded: its files lack {len(expected)} weights, such as {min(expected)}: they have "
-            f"none of the language model and {len(names)} others, such as {min(names)}"
+            f"{path} cannot be loaded: its files contain none of the language model's {len(expected)} weights, "
+            f"such as {min(expected)}, but {len(names)} other weights, such as {min(names)}"
         )
 
 
@@ -75,14 +75,14 @@ def _names_of_weights(path: str, folder: Path) -> set[str]:
     if missing:
         num_weights = sum(file in missing for file in places.values())
         raise UnsupportedModel(
-            f"{path} cannot be loaded: {index.name} names {len(set(places.values()))} files, and {len(missing)} of "
-            f"them with {num_weights} weights are not there, such as {missing[0]}. Download them again"
+            f"{path} cannot be loaded: {index.name} lists {len(set(places.values()))} files, but {len(missing)} of "
+            f"them, with {num_weights} weights, are missing, such as {missing[0]}. Download them again"
         )
     return set(places)
 
 
 def _header(file: Path) -> set[str]:
-    """Return the names of the weights in a safetensors file. An invalid file yields none; loading it reports why."""
+    """Return the names of the weights in a safetensors file. Invalid files yield none; loading them reports why."""
     max_header_bytes = 100 * 10**6  # the limit of the format
     with file.open("rb") as opened:
         num_bytes = int.from_bytes(opened.read(8), "little")
@@ -103,8 +103,8 @@ def _renamed(name: str, changes: Mapping[str, str]) -> str:
 def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the checkpoint's language model.
 
-    Returns `whole` itself if there is nothing but the language model, or if transformers has no class for it alone. In
-    that case, `language_class` removes the towers.
+    Returns `whole` itself if the checkpoint is only a language model, or if transformers has no separate class for the
+    language model. In the latter case, `language_class` removes the towers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -139,9 +139,9 @@ def _as_plain(text: PreTrainedConfig, plain: TextModel) -> PreTrainedConfig:
 
 
 def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class for a configuration from `language_config`. Multimodal classes are stripped of towers.
+    """Return transformers' class for a configuration from `language_config`, without the towers of a multimodal class.
 
-    Raises ValueError, whose message is a predicate, if no class generates text from text alone.
+    Raises ValueError if no class generates text from text alone. Its message is a predicate; the caller adds the model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.auto.auto_factory import _get_model_class
@@ -155,7 +155,7 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
     for name in config.architectures or ():
         if issubclass(getattr(transformers, name, object), transformers.GenerationMixin):
-            raise ValueError(f"is none of the models of text, images or video that transformers lists: {name}")
+            raise ValueError(f"is not a text, image or video model that transformers lists: {name}")
     raise ValueError("is not a model that generates text")
 
 
@@ -170,14 +170,14 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in ("self", "input_ids")
     ]
     if needed:
-        raise ValueError(f"generates no text from text alone: {whole.__name__} needs {', '.join(needed)}")
+        raise ValueError(f"cannot generate text from text alone: {whole.__name__} needs {', '.join(needed)}")
     if whole.generate is not GenerationMixin.generate:
-        raise ValueError(f"has no language model that stands alone: {whole.__name__} generates in a way of its own")
+        raise ValueError(f"has no language model that can run alone: {whole.__name__} has its own `generate`")
 
     def initialise(self: PreTrainedModel, config: PreTrainedConfig, *others: Any, **more: Any) -> None:
         for part in (getattr(config, name, None) for name in config.sub_configs):
             if part is not None and part is not config.get_text_config():
-                part._attn_implementation = "eager"  # some towers, though removed later, reject others
+                part._attn_implementation = "eager"  # some towers reject other values, although they are removed later
         whole.__init__(self, config, *others, **more)
         text = {*self.get_decoder().modules(), self.get_output_embeddings()}
         _strip(self, text)
@@ -186,7 +186,7 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _strip(module: nn.Module, text: set[nn.Module | None]) -> None:
-    """Replace each submodule that contains no part of the language model by an empty module, to free its weights."""
+    """Replace each submodule that contains no part of the language model with an empty module, to free its weights."""
     for name, child in module.named_children():
         if child in text:
             continue

@@ -1,6 +1,6 @@
 """Describes Llama-like models in plain values, from which our decoders in `cpu/` and `cuda/` are built.
 
-The description may miss something: before a decoder is used, the loader compares its output with transformers' code.
+The description may be incomplete, so the loader compares a decoder's output with transformers' code before using it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecurrentSettings:
 
     @property
     def keys_size(self) -> int:
-        """The numbers in one token's keys, and in its queries."""
+        """How many numbers one token's keys contain, and also its queries."""
         return self.num_key_heads * self.key_dim
 
     @property
@@ -75,7 +75,7 @@ class RotaryPositions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """A layer in plain values. The fields of attention are 0 if the mixer is another one."""
+    """A layer in plain values. The fields of attention are 0 if the layer has another mixer."""
 
     mixer: Mixer = "attention"
     num_kv_heads: int = 0
@@ -88,7 +88,7 @@ class LayerSettings:
 
     @property
     def attention_linears(self) -> tuple[str, ...]:
-        """Which of the projections of queries, keys and values the layer contains, as ends of weight names."""
+        """The layer's projections of queries, keys and values, as ends of weight names."""
         if self.stored_by is not None:
             return QUERIES_KEYS_VALUES[:1]
         return QUERIES_KEYS_VALUES[: 2 if self.values_are_keys else 3]
@@ -100,13 +100,13 @@ class LayerSettings:
 
     @property
     def kv_size(self) -> int:
-        """The numbers in one token's keys, and in its values."""
+        """How many numbers one token's keys contain, and also its values."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings:
-    """Everything about a Llama-like model but its weights, in plain values. May describe one rank's part."""
+    """Everything about a Llama-like model except its weights, in plain values. May describe one rank's part."""
 
     architecture: str  # a key of `ARCHITECTURES`
     hidden_size: int
@@ -148,7 +148,7 @@ class DecoderSettings:
         return self.num_heads * layer.head_dim * (2 if self.described.gates_attention else 1)
 
     def projected_size(self, layer: LayerSettings) -> int:
-        """Return the numbers per token that a mixer's input projections output together."""
+        """Return how many numbers per token a mixer's input projections output in total."""
         if layer.mixer == "short_convolution":
             return 3 * self.hidden_size
         if layer.mixer == "gated_delta_rule":
@@ -156,7 +156,7 @@ class DecoderSettings:
         return self.query_outputs(layer) + (2 * layer.kv_size if layer.stored_by is None else 0)
 
     def mixed_size(self, layer: LayerSettings) -> int:
-        """Return the numbers per token that a mixer passes to its output projection."""
+        """Return how many numbers per token a mixer passes to its output projection."""
         if layer.mixer == "short_convolution":
             return self.hidden_size
         return self.recurrent.values_size if layer.mixer == "gated_delta_rule" else self.num_heads * layer.head_dim
@@ -169,7 +169,7 @@ class DecoderSettings:
         return self.hidden_size
 
     def attention_layers(self) -> dict[int, LayerShape]:
-        """Return the shapes of keys and values, by the layers that store their own."""
+        """Return the shapes of keys and values by layer, for the layers that store their own."""
         return {
             index: layer.kv_shape
             for index, layer in enumerate(self.layers)
@@ -196,20 +196,20 @@ def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
     known = computed_by(backend)
     if name not in known:
         if backend == "cpu" and has_shared_expert(model):
-            return "the C++ decoder has no shared expert"
-        return f"{name} is none of {', '.join(sorted(known))}"
+            return "the C++ decoder does not support shared experts"
+        return f"{name} is not one of {', '.join(sorted(known))}"
     if getattr(model, "is_quantized", False):
-        return "its checkpoint is quantised, and transformers' own modules compute it"
+        return "its checkpoint is quantised and runs on transformers' own modules"
     described = ARCHITECTURES[name]
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     if activation != _ACTIVATIONS[described.activation]:
-        return f"its MLP is activated by {activation}, not {_ACTIVATIONS[described.activation]}"
+        return f"its MLP uses the activation {activation}, not {_ACTIVATIONS[described.activation]}"
     if any(part.bias is not None for part in _parts(model, described.names.gate, described.names.down)):
         return "its MLP has biases"
     if getattr(config, "enable_moe_block", False):
-        return "its layers have experts beside an MLP"
+        return "its layers have experts alongside an MLP"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", *MIXERS}
-    return f"it has layers of other kinds: {', '.join(sorted(kinds))}" if kinds else None
+    return f"it has unsupported kinds of layers: {', '.join(sorted(kinds))}" if kinds else None
 
 
 def has_shared_expert(model: PreTrainedModel) -> bool:
@@ -228,7 +228,7 @@ def why_attention_is_not_llama_like(
     """Return why a decoder of ours does not support a model's attention, in words, or None."""
     layers = layers_of(model)
     if sorted(rules) != [index for index, mixer in enumerate(layers) if mixer == "attention"]:
-        return "its layers do not all attend once"
+        return "not every attention layer attends exactly once"
     asked = {(rule.softcap, rule.scaling) for rule in rules.values()}
     if any(rule.sinks is not None for rule in rules.values()) or len(asked) != 1:
         return "its attention has sinks, or different scalings or soft caps"

@@ -45,7 +45,7 @@ from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
 from app.model.memory import is_out_of_memory, loading_weights, refusing_to_run_short, state_bytes
 from app.model.parallel.group import RankGroup
-from app.model.runner import TorchModelRunner
+from app.model.runner import LeadingRunner
 from app.model.source import ModelSource, module_without_weights, refusing_what_fails
 from app.progress import report_step
 
@@ -63,7 +63,7 @@ class LoadedRunner:
 
     config: EngineConfig  # on a GPU, with the settings of the backend that was chosen
     model: LoadedModel
-    runner: TorchModelRunner | GraphModelRunner
+    runner: LeadingRunner
     num_blocks: int  # blocks of KV memory
     draft: LoadedRunner | None = None  # the draft model, with the same number of blocks
 
@@ -71,10 +71,10 @@ class LoadedRunner:
 def load_runner(
     config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None, keeps_all: bool = False
 ) -> LoadedRunner:
-    """Load the model, or one rank's part of it, and its draft model, and allocate the KV memory of both.
+    """Load the model, or one rank's part of it, and its draft model, if any, and allocate KV memory for both.
 
-    Must be called on all ranks of a group. Sets torch's number of threads for this process. keeps_all: keep the blocks
-    behind layers' windows, because prefixes are also stored elsewhere and need all their blocks.
+    Must be called on all ranks of a group. Sets torch's number of threads for this process. keeps_all: whether to keep
+    the blocks behind layers' windows, which is necessary if prefixes are also stored elsewhere.
     """
     num_threads = config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
     torch.set_num_threads(num_threads)
@@ -152,10 +152,10 @@ def _with_memory(
 
 
 def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int) -> AbstractContextManager[None]:
-    """Return a context that explains a lack of memory. Wrap the allocation of KV memory and state slots in it."""
+    """Return a context manager for the allocation of KV memory and state slots, which explains a lack of memory."""
     if device.type != "cpu":
         return refusing_to_run_short(
-            "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction where that is not set"
+            "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction if num_blocks is not set"
         )
     setting = "memory_gib" if config.num_blocks is None else "num_blocks"
     return taking_host_memory(
@@ -166,10 +166,7 @@ def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int)
 
 
 def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int | None) -> tuple[LoadedModel, int]:
-    """Return the model with slots for recurrent states in its info, if it needs them, and the bytes of all slots.
-
-    gpu_bytes: as in `num_state_slots_that_fit`.
-    """
+    """Return the model with state slots, if needed, and their bytes. gpu_bytes: as in `num_state_slots_that_fit`."""
     number, of_state = _num_state_slots(config, model.states, gpu_bytes), state_bytes(model.states)
     if not of_state:
         return model, 0
@@ -209,7 +206,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     logger.info("%s", model.abilities)
-    report_step("providing the KV memory")
+    report_step("allocating the KV memory")
     runner = model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
     return LoadedRunner(config, model, runner, num_blocks)
 
@@ -227,9 +224,9 @@ def load_model(
     """Load weights from safetensors and verify the model on a few tokens. Code from a model repository never runs.
 
     block_size: tokens in a block of KV memory; native code supports only some sizes.
-    checks: a folder for locks of shared weights, and for a record of verified local models, which skip the trial.
+    checks: a folder for locks on shared weights, and for a record of verified models, which are not verified again.
     group: the ranks that each load one part of the model; all of them must call this function.
-    check_states: called with the states of a recurrent model on a CPU before its weights are read; may raise.
+    check_states: called on a CPU with the model's recurrent states, if any, before weights are read; may raise.
 
     Raises:
         InvalidSetup: the model or the device does not exist, or the model cannot be quantised as configured.
@@ -247,7 +244,7 @@ def load_model(
 def _load_in_first_implementation(
     source: ModelSource, chosen: ChosenDtype, check_states: CheckStates | None
 ) -> LoadedModel:
-    """Load the model in the first implementation that supports it. chosen: the number type and its reason, to log."""
+    """Load the model in the first implementation that supports it. chosen: the type and its reason, for the log."""
     config = source.config
     way = _decoder_for(config, source.device)
     reason = way.why_not_here(source)
@@ -270,7 +267,7 @@ def _load_in_first_implementation(
 
 
 def _check_before_weights(source: ModelSource, check_states: CheckStates | None) -> None:
-    """Refuse a checkpoint early, by its configuration and the names of its weights, without reading any weights."""
+    """Reject an unsupported checkpoint early, by its configuration and weight names, before any weights are read."""
     folder = Path(source.location)
     if source.whole.get_text_config() is not source.whole and folder.is_dir():
         module = module_without_weights(source, source.dtype)
@@ -294,9 +291,9 @@ def _on_transformers_code(source: ModelSource, own: TransformersModel, reason: s
 def _verified(
     way: type[CudaModel | NativeModel], source: ModelSource, own: TransformersModel
 ) -> CudaModel | NativeModel | str:
-    """Load a model in our decoder and verify it. Returns the model, or the reason if its outputs are wrong.
+    """Load a model into our decoder and verify it. Returns the model, or the reason if its outputs are wrong.
 
-    The reason has already been logged. Must be called on all ranks: if outputs differ on one, no rank uses the decoder.
+    The reason is also logged. Must be called on all ranks: if outputs differ on one rank, no rank uses the decoder.
     """
     report_step("comparing its outputs with those of transformers' code (once)")
     expected = own.expected.with_first_logits(own.module)
@@ -322,5 +319,5 @@ def _verified(
         if way is CudaModel:
             raise BackendFailed(f"in {way.name} {difference}")
         raise refused_quantization(source.config, difference)
-    logger.warning("%s runs on transformers' code, slower: in %s %s", source.config.path, way.name, difference)
+    logger.warning("%s runs on transformers' code, which is slower: in %s %s", source.config.path, way.name, difference)
     return f"in {way.name} {difference}"

@@ -1,4 +1,4 @@
-"""Resolves `model.path` to a folder on this machine. No torch here."""
+"""Resolves `model.path` to a folder on this machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from app.errors import InvalidSetup
 def resolve_model_path(path: str) -> str:
     """Return a model's folder. The path may be relative to the working directory or the project.
 
-    Any other path is a hub id and returned unchanged. A GGUF file is converted to a folder, which takes seconds to
-    minutes the first time.
+    Any other path is treated as a hub id and returned unchanged. A GGUF file is converted to a folder, which takes
+    seconds to minutes the first time.
 
     Raises:
         InvalidSetup: the file does not exist or cannot be read.
@@ -45,7 +45,7 @@ def is_local(path: str) -> bool:
 
 
 def has_chat_template(path: str) -> bool:
-    """Return whether the model's files contain a chat template. Assumes so for a hub id, whose files are not read."""
+    """Return whether the model's files contain a chat template. Returns True for a hub id, whose files are not read."""
     folder = Path(resolve_model_path(path))
     if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
         return True
@@ -58,7 +58,6 @@ def has_chat_template(path: str) -> bool:
 
 def folder_seen_from_here(path: str) -> str:
     """Return the local folder that a path refers to, or the path itself, which is then a hub id."""
-    # os.path is used because Path.is_dir raises OSError for a name that is too long.
     return next((str(place) for place in _places(path) if os.path.isdir(place)), path)
 
 

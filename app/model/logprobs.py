@@ -1,4 +1,4 @@
-"""Computes log-probabilities of sampled tokens and of prompt tokens, for requests that ask for them."""
+"""Computes log-probabilities of sampled tokens and of prompt tokens, for requests that need them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(-1, token_ids[:, None])
     top, top_token_ids = logits.topk(num_top, dim=-1)
-    # The same normaliser is subtracted from all, so that the likeliest token's value equals `top_logprobs[0]` bitwise.
+    # Subtract one normaliser everywhere, so that the likeliest token's value equals `top_logprobs[0]` bitwise.
     return Logprobs(
         normaliser[:, 0],
         (own - normaliser)[:, 0],
@@ -57,7 +57,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
 
 
 class WantedLogprobs:
-    """Finds the log-probabilities that a batch's requests ask for. The logits' rows are in the order of `inputs.py`."""
+    """Computes the log-probabilities that a batch's requests ask for. Rows of logits are ordered as in `inputs.py`."""
 
     def __init__(self, batch: StepBatch) -> None:
         self._batch = batch
@@ -121,7 +121,7 @@ class WantedLogprobs:
 
 
 def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the logits' rows of `batch.sampled`, and those of all targets."""
+    """Return the rows of logits that belong to `batch.sampled`, and the rows of all targets."""
     sampled_rows: list[int] = []
     target_rows: list[int] = []
     row = 0

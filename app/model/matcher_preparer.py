@@ -1,4 +1,4 @@
-"""Prepares the next tokens' masks in a separate thread while the model computes. No torch here."""
+"""Prepares the next tokens' masks in a separate thread while the model is computing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Preparable(Protocol):
 
 
 class MatcherPreparer:
-    """A thread that prepares matchers. The caller takes over those that the thread has not begun in time.
+    """A thread that prepares matchers. The caller itself prepares those that the thread has not begun in time.
 
-    This saves time if a core is idle. The thread is started when there is a first matcher to prepare.
+    This saves time if a core is idle. The thread is started for the first matcher.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MatcherPreparer:
 
     @contextmanager
     def preparing(self, matchers: Iterable[Preparable]) -> Iterator[None]:
-        """Prepare matchers during the `with` block, which must not use them. All are prepared when it ends."""
+        """Prepare matchers during the `with` block, which must not use them. All are prepared when the block ends."""
         left = deque(matchers)
         if not left:
             yield
@@ -41,7 +41,7 @@ class MatcherPreparer:
 
 
 def _prepare_all(left: deque[Preparable]) -> None:
-    # Both threads pop from the same end, and `popleft` is atomic, so each matcher is prepared only once.
+    # `popleft` is atomic, so each matcher is prepared only once although both threads run this loop.
     with suppress(IndexError):
         while True:
             matcher = left.popleft()

@@ -1,8 +1,7 @@
 """Divides a GPU's memory between KV memory and everything else that a replica needs.
 
-The same functions size a replica at its start and predict its memory from a model's configuration
-(`deployments/plan`). They need only numbers, so they run on any machine. None of the constants has been measured on a
-GPU by this project yet.
+The same functions size a replica at startup and predict its memory from a model's configuration (`deployments/plan`).
+They need only numbers, so they run on any machine. This project has not yet measured any of the constants on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PROCESS_BYTES = GIB * 6 // 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """The bytes that a replica needs beside its KV memory, on a GPU or on a CPU."""
+    """The bytes that a replica needs in addition to its KV memory, on a GPU or on a CPU."""
 
     weights: int
     step: int  # the largest step: activations, partial results of attention, logits, sampling
@@ -64,7 +63,7 @@ class GpuMemory:
         return int(self.total * self.share * self.fraction)
 
     def left_for_kv(self, needs: MemoryNeeds) -> int:
-        """Return the bytes left for KV memory; negative if the needs alone do not fit.
+        """Return the bytes left for KV memory, which are negative if the needs alone do not fit.
 
         Other replicas on the card may use their own shares; only their use beyond that is subtracted.
         """
@@ -73,7 +72,7 @@ class GpuMemory:
         return self.granted - needs.total - beyond_their_share
 
     def check(self, needs: MemoryNeeds, *, block_bytes: int) -> None:
-        """Raise TooLittleMemory if not even one block fits beside the needs. The message lists all numbers."""
+        """Raise TooLittleMemory if the needs leave no memory for even one block. The message lists all numbers."""
         left = self.left_for_kv(needs)
         if left >= block_bytes:
             return
@@ -82,7 +81,7 @@ class GpuMemory:
         raise TooLittleMemory(
             f"cache.gpu_memory_fraction={self.fraction:g} of this GPU ({of}) is {self.granted / GIB:.2f} GiB"
             + (f", of which other programs use {others / GIB:.2f} GiB" if others else "")
-            + f"; beside KV memory the model needs {needs.total / GIB:.2f} GiB ({needs}), and one KV block "
+            + f"; besides KV memory, the model needs {needs.total / GIB:.2f} GiB ({needs}), and one KV block "
             f"{block_bytes / GIB:.6f} GiB: {(block_bytes - left) / GIB:.2f} GiB are missing. Lower "
             f"scheduler.max_step_tokens or scheduler.max_running, raise "
             + ("" if self.share == 1 else "replicas.num_gpus or ")
@@ -131,7 +130,7 @@ def loading_weights() -> Iterator[None]:
 
 @contextmanager
 def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
-    """Wrap work at a replica's start, to explain a lack of memory.
+    """Wrap work at a replica's startup to explain a lack of memory.
 
     Raises TooLittleMemory, with the allocator's message and the fix, if the device runs out of memory.
     """
@@ -140,4 +139,4 @@ def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise TooLittleMemory(f"the GPU's memory does not hold {doing}: {first_line(error)}. {fix}") from error
+        raise TooLittleMemory(f"the GPU has too little memory for {doing}: {first_line(error)}. {fix}") from error

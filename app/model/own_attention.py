@@ -53,7 +53,7 @@ class CacheProbe:
         cache = _cache()
         output = _call(module, cache, given)
         if not cache.layers:
-            raise UnknownAttention("its code keeps no keys and values in the cache object that it is given")
+            raise UnknownAttention("its code stores no keys and values in the cache object that it receives")
         for layer, (keys, values) in enumerate(_added(cache, given["input_ids"].shape[1], num_before=0)):
             self.layers[layer] = LayerShape(
                 num_kv_heads=keys.shape[1], key_dim=keys.shape[2], value_dim=values.shape[2]
@@ -90,7 +90,7 @@ class OwnStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        raise UnknownAttention("the model attends by its own code")
+        raise UnknownAttention("the model attends with its own code")
 
     def run(self, module: PreTrainedModel, **given: Any) -> Any:
         """Run the module with the sequence's cached tokens, store the new keys and values, and return the output."""
@@ -113,7 +113,7 @@ def _cache() -> Cache:
 
 
 def _call(module: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Any:
-    """Run a module and return its output, with logits for `logits_to_keep` only, even if old code computes all."""
+    """Run a module and return its output, with logits for `logits_to_keep` only, even if old code returns all."""
     known = signature(module.forward).parameters
     wanted = given.get("logits_to_keep", 0)
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -133,7 +133,7 @@ def _added(cache: Cache, num_tokens: int, *, num_before: int) -> list[tuple[torc
     for layer in cache.layers:
         kept = [each for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
         if [each.shape[2] for each in kept if each.dim() == 4] != [num_before + num_tokens] * 2:
-            raise UnknownAttention("a layer does not keep one key and one value for each token in its cache object")
+            raise UnknownAttention("a layer does not store one key and one value for each token in its cache object")
         keys, values = (each[0, :, num_before:].transpose(0, 1) for each in kept)
         added.append((keys, values))
     return added

@@ -21,7 +21,7 @@ class PackedLinear(nn.Module):
         """weight: [out_features, in_features]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        tokens_hint = 32  # the number of rows to expect; on the measured CPUs, other hints led to the same layout
+        tokens_hint = 32  # the expected number of rows; other hints led to the same layout on the measured CPUs
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens_hint)
         self.bias = None if bias is None else bias.detach()
 
@@ -70,7 +70,7 @@ class JoinedLinear(nn.Module):
 
 
 class JoinedPart(nn.Module):
-    """Stands for one of the layers of a `JoinedLinear` in the model."""
+    """Replaces one of the layers of a `JoinedLinear` in the model."""
 
     def __init__(self, joined: JoinedLinear, index: int, linear: nn.Linear) -> None:
         super().__init__()
@@ -89,17 +89,17 @@ class JoinedPart(nn.Module):
 
 @torch.inference_mode()
 def pack_linear_layers(model: nn.Module) -> int:
-    """Replace a CPU model's linear layers by packed ones, in place. Returns the number of replaced layers."""
+    """Replace a CPU model's linear layers with packed ones, in place. Returns the number of replaced layers."""
     for dtype in {module.weight.dtype for module in model.modules() if type(module) is nn.Linear}:
         if not _operators_work(dtype):
             logger.warning(
-                f"torch has no packed linear operators for {dtype} on this CPU: linear layers run unpacked, slower"
+                f"torch has no packed linear operators for {dtype} on this CPU: linear layers run unpacked and slower"
             )
             return 0
     num_replaced = 0
     # Attributes of transformers' modules that read the same input, in the order in which they are called.
     siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    # The list must not hold linear layers, so that each is freed as soon as it is replaced.
+    # The list must not contain linear layers, so that each is freed as soon as it is replaced.
     for module in [each for each in model.modules() if type(each) is not nn.Linear]:
         for names in siblings:
             linears = [getattr(module, name, None) for name in names]

@@ -21,7 +21,7 @@ _READ = {
 # The tensors that replace a weight in the files: integers, scales, zero points, and the group of each input.
 _PARTS = ("qweight", "scales", "qzeros", "g_idx")
 _PARTS_OF_COMPRESSED_TENSORS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
-_PLACES_IN_AWQ = [0, 4, 1, 5, 2, 6, 3, 7]  # where eight outputs are in an int32, from the lowest bits up
+_PLACES_IN_AWQ = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight outputs in an int32, from the lowest bits up
 ROWS_AT_ONCE = 1024  # rows that `multiplied_out` converts at once, to bound its memory
 
 
@@ -33,19 +33,19 @@ class Packing:
     bits: int
     group_size: int | None  # inputs per group; None if all inputs form one group
     has_zeros: bool = True  # if False, every zero point is the middle of the range
-    has_order: bool = False  # whether a tensor assigns inputs to groups, which are then not adjacent
+    has_order: bool = False  # whether a tensor assigns each input to a group; otherwise groups are adjacent inputs
     adds_one: bool = False  # whether zero points are stored less 1
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Packing | None:
         """Return the packing that a `quantization_config` describes, or None if it describes no packed weights.
 
-        Raises ValueError if it asks for something that is not supported.
+        Raises ValueError if it describes an unsupported form of a supported method.
         """
         method = str(found.get("quant_method"))
         if method == "compressed-tensors":
             if found.get("transform_config"):
-                raise ValueError("it has a transform_config, by which inputs are turned; that is not computed here")
+                raise ValueError("it has a transform_config, which transforms inputs and is not supported")
             if found.get("format") != "pack-quantized":
                 return None
             found = _in_words_of_gptq(found)
@@ -58,11 +58,11 @@ class Packing:
         bits = found.get("bits", 4 if method == "awq" else None)
         for name, value, known in (("version", version, versions), ("bits", bits, widths)):
             if value not in known:
-                raise ValueError(f"its {name}: {value}; here {' or '.join(map(str, known))} can be read")
+                raise ValueError(f"its {name} is {value}; only {' or '.join(map(str, known))} can be read")
         if size in (None, -1):
             size = None
         elif type(size) is not int or size < 1:
-            raise ValueError(f"its group_size: {size!r}; it must be a number of inputs, or -1 for all")
+            raise ValueError(f"its group_size is {size!r}; it must be a number of inputs, or -1 for all")
         return cls(
             method, bits, size, has_zeros=method != "compressed-tensors" or not found["sym"],
             has_order=bool(found.get("desc_act")) and size is not None, adds_one=version == "gptq",
@@ -76,7 +76,7 @@ class Packing:
 
         find: returns a tensor in the files by name, or None.
 
-        Raises ValueError, with the numbers, if the weight's tensors do not fit each other.
+        Raises ValueError, with the numbers, if the weight's tensors do not fit together.
         """
         inputs_first, per_word = self.method != "compressed-tensors", 32 // self.bits
         ends = _PARTS if inputs_first else _PARTS_OF_COMPRESSED_TENSORS
@@ -93,7 +93,7 @@ class Packing:
             num_inputs *= per_word
         size = self.group_size or num_inputs
         if num_inputs % size:
-            raise ValueError(f"{names[0]} has {num_inputs} inputs, which groups of {size} do not divide")
+            raise ValueError(f"{names[0]} has {num_inputs} inputs, which is not a multiple of the group size {size}")
         num_groups = num_inputs // size
         for part, tensor, shape, is_needed in (
             (names[1], scales, [num_outputs, num_groups], True),
@@ -102,7 +102,7 @@ class Packing:
         ):
             shape = shape[::-1] if inputs_first else shape
             if tensor is None and is_needed:
-                raise ValueError(f"there is no {part} beside {names[0]}")
+                raise ValueError(f"{names[0]} has no {part}")
             if tensor is not None and (list(tensor.shape) != shape or tensor.is_floating_point() != (tensor is scales)):
                 raise ValueError(
                     f"{part} is {_shown(tensor)}; it must be {shape} for {num_outputs} outputs of {num_inputs} inputs "
@@ -149,7 +149,7 @@ class PackedWeight:
 
 
 def _unpacked(words: torch.Tensor, bits: int, *, dim: int, is_awq: bool) -> torch.Tensor:
-    """Unpack each int32 into integers along `dim`. The first is in the lowest bits; AWQ uses another order."""
+    """Unpack each int32 into integers along `dim`. The order is from the lowest bits up, or that of AWQ."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     shifts = shifts[_PLACES_IN_AWQ] if is_awq else shifts
     numbers = words.contiguous().unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (1 - dim))
@@ -157,10 +157,10 @@ def _unpacked(words: torch.Tensor, bits: int, *, dim: int, is_awq: bool) -> torc
 
 
 def _in_words_of_gptq(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate compressed-tensors' description to GPTQ's fields. Raises ValueError if kinds of weights differ."""
+    """Translate compressed-tensors' description to GPTQ's fields. Raises ValueError if groups differ."""
     kinds = [each["weights"] for each in (found.get("config_groups") or {}).values() if each.get("weights")]
     if not kinds or any(each != kinds[0] for each in kinds):
-        raise ValueError(f"its config_groups: they describe {len(kinds)} kinds of weights; here one can be read")
+        raise ValueError(f"its config_groups describe {len(kinds)} kinds of weights; only one kind can be read")
     return {
         "bits": kinds[0].get("num_bits"),
         "group_size": kinds[0].get("group_size"),

@@ -65,7 +65,7 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAdapters:
-    """A number of loaded LoRA adapters of one rank. Each is assumed to change every layer that adapters can change."""
+    """A number of loaded LoRA adapters of one rank. Each is assumed to change every adaptable layer."""
 
     number: int = 0
     rank: int = 16
@@ -80,10 +80,10 @@ def planned_cpu_memory(
 
     Raises:
         InvalidSetup: the model does not exist, its context length is unknown, or the adapters' rank is not supported.
-        UnsupportedModel: the model cannot be served, or the native decoder cannot compute it.
+        UnsupportedModel: the model cannot be served, or the native decoder does not support it.
     """
     if adapters.rank > MAX_RANK:
-        raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
+        raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is supported")
     model = planned_native_model(config)
     draft = config.of_draft_model
     planned = _planned(config, model, keeps_all=has_peers)
@@ -97,16 +97,13 @@ class DeviceMemory(NamedTuple):
 
     name: str
     total_bytes: int  # for all engines on the device
-    needed_bytes: int | None  # the bytes that the engine frees when it sleeps; None: all memory that is left
+    needed_bytes: int | None  # the bytes that the engine frees when it sleeps, or None for all free memory
 
 
 def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceMemory:
     """Predict the memory of an engine that may sleep. Fast for a verified model on a CPU, which needs no transformers.
 
-    has_peers: as in `planned_cpu_memory`.
-
-    Raises:
-        InvalidSetup: the engine's memory cannot be planned, so the engine must not sleep.
+    has_peers: as in `planned_cpu_memory`. Raises InvalidSetup if its memory cannot be planned.
     """
     cache = config.cache
     if device_of(config.model).type == "cpu":
@@ -126,7 +123,7 @@ def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
         planned = _planned_by_cache(config, keeps_all=has_peers)
         planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft, keeps_all=True))
     except UnsupportedModel as error:
-        raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
+        raise InvalidSetup(f"replicas.sleep_after_s: {error}; remove sleep_after_s") from error
     kv = int(cache.memory_gib * GIB)
     if cache.num_blocks is not None:
         kv = _bytes_of_blocks(config, planned, kv)
@@ -199,7 +196,7 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 
 
 def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = False) -> PlannedMemory:
-    """keeps_all: plan to keep the blocks behind windows, which tiers and draft models always need."""
+    """keeps_all: whether blocks behind windows are kept, as tiers and draft models require anyway."""
     if not (keeps_all or config.cache.tiers or config.of_draft_model):
         model = model.with_window_groups()
     block_size, model_info = config.cache.block_size, model.model_info

@@ -1,4 +1,4 @@
-"""Collects hidden states for embeddings, for the requests that ask for them."""
+"""Collects the hidden states of requests for embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LastHiddenStates:
 
     @contextmanager
     def kept(self, indices: torch.Tensor | None) -> Iterator[LastHiddenStates]:
-        """Return a context for a forward pass that stores the hidden states of these tokens. None stores nothing."""
+        """Store the hidden states of these tokens, if any, in the forward pass inside the `with` block."""
         self._indices, self.hidden = indices, None
         try:
             yield self
@@ -39,16 +39,15 @@ class LastHiddenStates:
 
 
 class PooledStates:
-    """The sum of each pooled sequence's hidden states: of a single token, or of all its tokens in this step."""
+    """The sum of each pooled sequence's hidden states, over a single token or over all its tokens in this step."""
 
     def __init__(self, batch: StepBatch, hidden: torch.Tensor) -> None:
         """hidden: [num_hidden, hidden_size], in the order of `inputs.py`."""
         pooled = [item for item in batch.scheduled if item.pooling is not None]
         self._request_ids = [item.request_id for item in pooled]
         sizes = [len(item.token_ids) if item.pooling == Pooling.MEAN else 1 for item in pooled]
-        self.sums = torch.stack(
-            [part.float().sum(dim=0) for part in torch.split(hidden, sizes)]
-        )  # [num_pooled, hidden_size]
+        # [num_pooled, hidden_size]
+        self.sums = torch.stack([part.float().sum(dim=0) for part in torch.split(hidden, sizes)])
 
     def result(self, sums: torch.Tensor) -> dict[str, list[float]]:
         """Return the sums by request id. sums: `self.sums` on the host."""

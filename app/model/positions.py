@@ -41,15 +41,15 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
 def why_places_matter(module: PreTrainedModel, max_model_len: int) -> str | None:
     """Return why queries depend on a token's index in the forward pass instead of its position, in words, or None.
 
-    transformers' Llama 4 scales queries this way in layers without rotary positions, but only from a length on that the
-    trial steps do not reach.
+    transformers' Llama 4 scales queries this way in layers without rotary positions, but only beyond a length that
+    the trial steps do not reach.
     """
     for part in module.modules():
         is_scaled = getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
         if is_scaled and max_model_len >= (first := int(getattr(part, "floor_scale", 1))):
             return (
-                f"it scales queries by the place of a token in a forward pass from token {first:,} on; a "
-                f"model.max_model_len below {first:,} can be served"
+                f"from token {first:,} on, it scales queries by a token's index in the forward pass; set "
+                f"model.max_model_len below {first:,}"
             )
     return None
 
@@ -63,7 +63,7 @@ def _fix(part: Any, max_model_len: int, kind: str, frequencies: str, **options: 
     part(before, last, **options)
     if not torch.equal(before, getattr(part, frequencies)):
         logger.info(
-            "all sequences have the %s positions of a sequence of %d tokens; a smaller model.max_model_len gives "
-            "the positions of shorter sequences",
+            "all sequences use the %s positions for %d tokens; set a smaller model.max_model_len to use those for "
+            "shorter sequences",
             kind, max_model_len,
         )  # fmt: skip

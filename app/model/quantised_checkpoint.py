@@ -1,4 +1,4 @@
-"""Decides how a quantised checkpoint is loaded, and explains why some cannot be served.
+"""Decides how a quantised checkpoint is loaded, and explains why one cannot be served.
 
 `Checkpoint` dequantises packed weights, and 8-bit weights with scales, when it reads them. transformers loads all other
 kinds, and needs an extra package for most of them.
@@ -15,7 +15,7 @@ import torch
 
 from app.model.packed_numbers import ROWS_AT_ONCE, Packing
 
-# The methods in which a weight is its number times its scale. Others would silently be read wrong.
+# The methods in which a weight is its number times its scale. Weights in other methods would be read incorrectly.
 _BY_SCALES = frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"})
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
@@ -52,26 +52,26 @@ class Quantised:
         return not self.unread and (self.packing is not None or self.method in _BY_SCALES)
 
     def why_not(self, path: str, reason: str, device: torch.device) -> str:
-        """Return the message of a refusal. reason: transformers' reason, which names the missing package."""
+        """Return the error message. reason: transformers' reason, which names the missing package."""
         reason = f"{self.unread}; {reason}" if self.unread else reason
         fix = "with model.quantization: int8" if device.type == "cpu" else "in bfloat16"
         return (
-            f"{path} is a checkpoint quantised by {self.method}, which cannot be loaded on {device.type} with what is "
-            f"installed: {reason}. Install what is missing, or serve the checkpoint that is not quantised, {fix}"
+            f"{path} is a checkpoint quantised by {self.method}, which cannot be loaded on {device.type} with the "
+            f"installed packages: {reason}. Install what is missing, or serve the unquantised checkpoint, {fix}"
         )
 
 
 def loading_options(quantised: Quantised, device: torch.device) -> dict[str, Any]:
-    """Return the options with which transformers loads such a checkpoint onto a device.
+    """Return the options with which transformers loads the checkpoint onto a device.
 
-    Raises ValueError if transformers does not know the method, when it would load the numbers without their scales.
+    Raises ValueError for an unknown method, because transformers would load its numbers without their scales.
     """
     from transformers import Mxfp4Config
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     known = {"bitsandbytes", *AUTO_QUANTIZER_MAPPING}
     if quantised.method not in known:
-        raise ValueError(f"transformers does not know it; it knows {', '.join(sorted(known))}")
+        raise ValueError(f"transformers does not support it, only {', '.join(sorted(known))}")
     has_kernels = all(find_spec(package) is not None for package in ("kernels", "accelerate"))
     if quantised.method == "mxfp4" and (device.type == "cpu" or not has_kernels):
         return {"quantization_config": Mxfp4Config(dequantize=True)}

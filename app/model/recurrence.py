@@ -1,8 +1,8 @@
 """Operators with a recurrent state: the short convolution, the gated delta rule, Mamba 1 and Mamba 2.
 
 The tokens of all sequences of a step are packed into one row, and a layer's states are stored in slots of one tensor.
-Every operator processes one token after another. A token's bits therefore depend only on the earlier tokens of its own
-sequence, neither on how the sequence is split into steps nor on other sequences.
+Every operator processes one token after another. A token's output therefore depends, bit for bit, only on its own
+sequence's tokens up to it, and not on other sequences or on how the sequence is split into steps.
 
 The operators in this module are plain torch, and the reference for `cpu/recurrence.py` and `cuda/recurrence.py`.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from app.model.inputs import to_device
 
-ACTIVATIONS = (None, "silu")  # that a short convolution supports
+ACTIVATIONS = (None, "silu")  # the activations that a short convolution supports
 NORM_EPSILON = 1e-6  # added to the squared length of a query or a key
 
 
@@ -60,7 +60,7 @@ class StatePieces:
         """Return the pieces, grouped in independent chains, and the number of chains. Copied to each device only once.
 
         Returns: [num_chains + num_pieces, 4] int32. The first rows describe the chains, from the most tokens to the
-            fewest: the row of the chain's first piece, the row after its last, and two zeros. Then follow the pieces.
+            fewest: the row of the chain's first piece, the row after its last, and two zeros. The pieces follow.
         """
         if device not in self._chains:
             chains = sorted(_chains_of(list(self)), key=_num_tokens, reverse=True)
@@ -91,6 +91,39 @@ def _chains_of(pieces: Sequence[StatePiece]) -> list[list[StatePiece]]:
 
 def _num_tokens(pieces: Sequence[StatePiece]) -> int:
     return sum(piece.num_tokens for piece in pieces)
+
+
+class DeltaRuleInputs(NamedTuple):
+    """The inputs of the gated delta rule."""
+
+    query: torch.Tensor  # [num_tokens, num_key_heads, key_dim]; each is shared by equally many adjacent value heads
+    key: torch.Tensor  # the same shape
+    value: torch.Tensor  # [num_tokens, num_value_heads, value_dim]
+    decay: torch.Tensor  # [num_tokens, num_value_heads] float32, a logarithm
+    beta: torch.Tensor  # [num_tokens, num_value_heads]
+
+
+class MambaInputs(NamedTuple):
+    """The inputs of Mamba 1 and Mamba 2, which have different shapes. The paper calls them x, Δ, A, B, C and D.
+
+    | | Mamba 1 | Mamba 2 |
+    |---|---|---|
+    | `inputs` | [num_tokens, num_channels] | [num_tokens, num_heads, head_dim] |
+    | `time_steps`, float32, after softplus and limits | [num_tokens, num_channels] | [num_tokens, num_heads] |
+    | `decay`, float32, negative | [num_channels, state_size] | [num_heads] |
+    | `inputs_to_state`, `state_to_outputs` | [num_tokens, state_size] | [num_tokens, num_groups, state_size] |
+    | `skip`, float32 | [num_channels] | [num_heads] |
+
+    All channels of Mamba 1 share `inputs_to_state` and `state_to_outputs`. Equally many adjacent heads of Mamba 2 share
+    a group.
+    """
+
+    inputs: torch.Tensor
+    time_steps: torch.Tensor
+    decay: torch.Tensor
+    inputs_to_state: torch.Tensor
+    state_to_outputs: torch.Tensor
+    skip: torch.Tensor
 
 
 class Recurrence(Protocol):
@@ -124,17 +157,7 @@ class Recurrence(Protocol):
         ...
 
     def gated_delta_rule(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-        *,
-        scale: float,
-        normalises: bool,
+        self, given: DeltaRuleInputs, states: torch.Tensor, pieces: StatePieces, *, scale: float, normalises: bool
     ) -> torch.Tensor:
         """Compute the gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
@@ -142,10 +165,6 @@ class Recurrence(Protocol):
         the value. The output is the product of the new state and the query.
 
         Args:
-            query, key: [num_tokens, num_key_heads, key_dim]. Equally many adjacent value heads share a head.
-            value: [num_tokens, num_value_heads, value_dim].
-            decay: [num_tokens, num_value_heads] float32, a logarithm.
-            beta: [num_tokens, num_value_heads].
             states: [num_slots, num_value_heads, key_dim, value_dim] float32.
             scale: multiplies each query.
             normalises: whether queries and keys are first scaled to unit length.
@@ -154,60 +173,23 @@ class Recurrence(Protocol):
         """
         ...
 
-    def mamba1(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
+    def mamba1(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         """Compute the selective state space of Mamba (Gu & Dao, arXiv 2312.00752), as in Jamba and Falcon Mamba.
 
-        It differs from Mamba 2 in that each channel has its own time step, and each number of a channel's state its own
-        decay factor exp(time step × decay).
+        Unlike in Mamba 2, each channel has its own time step, and each number in a channel's state has its own decay
+        factor exp(time step × decay).
 
-        Args:
-            inputs: [num_tokens, num_channels].
-            time_steps: [num_tokens, num_channels] float32, after softplus.
-            decay: [num_channels, state_size] float32, negative (A).
-            inputs_to_state, state_to_outputs: [num_tokens, state_size], shared by all channels (B and C).
-            skip: [num_channels] float32 (D).
-            states: [num_slots, num_channels, state_size] float32.
-
-        Returns: [num_tokens, num_channels].
+        states: [num_slots, num_channels, state_size] float32. Returns: [num_tokens, num_channels].
         """
         ...
 
-    def mamba2(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
+    def mamba2(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         """Compute the selective state space of Mamba 2 (Dao & Gu, arXiv 2405.21060).
 
         A state decays by exp(time step × decay), then time step × outer product of the input and `inputs_to_state` (B)
         is added. The output is the state's product with `state_to_outputs` (C), plus `skip` (D) × the input.
 
-        Args:
-            inputs: [num_tokens, num_heads, head_dim].
-            time_steps: [num_tokens, num_heads] float32, after softplus and limits.
-            decay: [num_heads] float32, negative (A).
-            inputs_to_state, state_to_outputs: [num_tokens, num_groups, state_size] (B and C). Adjacent heads share a
-                group, in equal numbers.
-            skip: [num_heads] float32 (D).
-            states: [num_slots, num_heads, head_dim, state_size] float32.
-
-        Returns: [num_tokens, num_heads, head_dim].
+        states: [num_slots, num_heads, head_dim, state_size] float32. Returns: [num_tokens, num_heads, head_dim].
         """
         ...
 
@@ -224,7 +206,7 @@ def check_heads(num_heads: int, num_keys: int) -> None:
 
 
 class TorchRecurrence:
-    """Operators in plain torch. They loop over tokens, so that each is computed by the same operations and shapes."""
+    """Operators in plain torch. They loop over tokens, to compute each token with the same operations and shapes."""
 
     def short_convolution(
         self,
@@ -250,18 +232,9 @@ class TorchRecurrence:
         return outputs
 
     def gated_delta_rule(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-        *,
-        scale: float,
-        normalises: bool,
+        self, given: DeltaRuleInputs, states: torch.Tensor, pieces: StatePieces, *, scale: float, normalises: bool
     ) -> torch.Tensor:
+        query, key, value, decay, beta = given
         outputs = torch.empty_like(value, memory_format=torch.contiguous_format)
 
         def advance(state: torch.Tensor, token: int) -> torch.Tensor:
@@ -278,17 +251,8 @@ class TorchRecurrence:
         _each_token(states, pieces, advance)
         return outputs
 
-    def mamba1(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
+    def mamba1(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
+        inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip = given
         outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
 
         def advance(state: torch.Tensor, token: int) -> torch.Tensor:
@@ -301,17 +265,8 @@ class TorchRecurrence:
         _each_token(states, pieces, advance)
         return outputs
 
-    def mamba2(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
+    def mamba2(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
+        inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip = given
         outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
 
         def advance(state: torch.Tensor, token: int) -> torch.Tensor:

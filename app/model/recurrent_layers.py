@@ -1,8 +1,8 @@
 """Makes transformers' recurrent layers use states in slots, without changing the models.
 
 The layers call a few functions that they look up by name in their model's Python module. This module replaces these
-functions once. Many layers pass no keyword arguments on, so the replacement finds the step in a context variable: the
-model's hooks store the keyword argument `paged` there during a forward pass. Outside of a step, it calls the original.
+functions once. Many layers do not pass keyword arguments on, so hooks of the model store the keyword argument `paged`
+in a context variable during a forward pass. Outside of a step, the replacement calls the original function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 from app.engine.batch import StepBatch
 from app.model.attention import AttentionRules, AttentionStep, PagedAttention, RecurrentStep, Slots, StateShape
 from app.model.inputs import ModelInputs
-from app.model.recurrence import Recurrence, StatePieces
+from app.model.recurrence import DeltaRuleInputs, MambaInputs, Recurrence, StatePieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,7 +107,7 @@ def _forget_step(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def has_operators(model: type[PreTrainedModel]) -> bool:
-    """Return whether a class may have recurrent layers: whether its Python module contains a replaceable function."""
+    """Return whether a class may have recurrent layers, judging by the functions in its Python module."""
     return any(hasattr(sys.modules[model.__module__], name) for name in _OPERATORS)
 
 
@@ -148,7 +148,7 @@ def _gated_delta_rule(
     sizes = (value.shape[2], key.shape[3], value.shape[3])
     slots = step.next_slots(StateShape(sizes, torch.float32), value[0])
     output = slots.recurrence.gated_delta_rule(
-        query[0], key[0], value[0], g[0].float(), beta[0], slots.states, slots.pieces,
+        DeltaRuleInputs(query[0], key[0], value[0], g[0].float(), beta[0]), slots.states, slots.pieces,
         scale=key.shape[3] ** -0.5, normalises=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     return output[None], None
@@ -170,10 +170,8 @@ def _mamba1(
     time_steps = time_steps if delta_bias is None else time_steps + delta_bias.to(dt.dtype)
     time_steps = functional.softplus(time_steps) if delta_softplus else time_steps
     slots = step.next_slots(StateShape((inputs.shape[1], into.shape[1]), torch.float32), inputs)
-    output = slots.recurrence.mamba1(
-        inputs, time_steps.float(), decay.float(), into, out, others["D"].float(), slots.states, slots.pieces
-    )
-    output = output.t()[None]
+    given = MambaInputs(inputs, time_steps.float(), decay.float(), into, out, others["D"].float())
+    output = slots.recurrence.mamba1(given, slots.states, slots.pieces).t()[None]
     return output if z is None else output * functional.silu(z)
 
 
@@ -194,11 +192,10 @@ def _mamba2(
     time_steps = time_steps.clamp(*dt_limit).float()
     sizes = (hidden_states.shape[2], hidden_states.shape[3], inputs_to_state.shape[3])
     slots = step.next_slots(StateShape(sizes, torch.float32), hidden_states[0])
-    output = slots.recurrence.mamba2(
-        hidden_states[0], time_steps, decay.float(), inputs_to_state[0], state_to_outputs[0], others["D"].float(),
-        slots.states, slots.pieces,
-    )  # fmt: skip
-    return output[None]
+    given = MambaInputs(
+        hidden_states[0], time_steps, decay.float(), inputs_to_state[0], state_to_outputs[0], others["D"].float()
+    )
+    return slots.recurrence.mamba2(given, slots.states, slots.pieces)[None]
 
 
 # Name of a function in transformers' modules → its replacement.

@@ -49,7 +49,7 @@ class ReloadingRunner(ModelRunner):
         """Free the model, and make the allocator return its memory to the system."""
         memory = self.kv_memory()
         if memory is not None:
-            memory.release()  # a thread that waits for a folder may still hold a reference
+            memory.release()  # a thread that is waiting for a folder may still hold a reference
         self._runner = None
         gc.collect()
         libc = ctypes.CDLL(None)
@@ -62,13 +62,13 @@ class ReloadingRunner(ModelRunner):
 
 
 def runner_that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
-    """Return the loaded runner if it can sleep, or one that reloads it. Raises InvalidSetup if that is impossible."""
+    """Return the loaded runner if it can sleep, or one that reloads the model. Raises InvalidSetup if neither works."""
     if loaded.runner.can_sleep:
         return loaded.runner
     if not (isinstance(loaded.model, NativeModel) and isinstance(loaded.runner, TorchModelRunner)):
         raise InvalidSetup(
-            f"replicas.sleep_after_s: {config.model.path} runs on transformers' code, which keeps its weights; only "
-            f"the native decoder gives them up (the log says why it was not chosen). Set no sleep_after_s"
+            f"replicas.sleep_after_s: {config.model.path} runs on transformers' code, which cannot release its "
+            f"weights. Only the native decoder can; see the log for why it was not chosen. Remove sleep_after_s"
         )
     again = config.with_setting("cache.num_blocks", loaded.num_blocks).with_setting("speculation", SpeculationConfig())
 

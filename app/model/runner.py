@@ -66,8 +66,8 @@ class LeadingRunner(ModelRunner):
         """Run this rank's part of a step's forward pass. Called on all ranks but rank 0."""
 
     def follow_adapter(self, slot: int, part: AdapterWeights) -> None:
-        """Store this rank's part of an adapter in a slot. Called on another thread than `follow`."""
-        raise NotImplementedError(f"{type(self).__name__} adapts nothing on several ranks")
+        """Store this rank's part of an adapter in a slot. Called on a different thread from `follow`."""
+        raise NotImplementedError(f"{type(self).__name__} does not support adapters on several ranks")
 
     def check(self) -> None:
         """Raise DeviceLost if another rank has ended."""
@@ -136,11 +136,11 @@ class TorchModelRunner(LeadingRunner):
 
 
 class DrawnTokens(NamedTuple):
-    """The sampled tokens of a step, and log-probabilities if requests ask for them, on the device or on the host."""
+    """A step's sampled tokens and, if requested, log-probabilities, as tensors on the device or on the host."""
 
     token_ids: torch.Tensor  # [num_sampled] int64
     wanted: WantedLogprobs | None = None
-    logprobs: Logprobs | None = None  # as `wanted` describes
+    logprobs: Logprobs | None = None  # the result of `wanted.compute`
 
     def result(self) -> StepResult:
         """Return the result in plain numbers. Blocks until the device has computed it."""
@@ -151,7 +151,7 @@ class DrawnTokens(NamedTuple):
 
 
 def draw_tokens(batch: StepBatch, prediction: Prediction, sampler: Sampler) -> DrawnTokens:
-    """Sample a batch's next tokens and compute log-probabilities if asked for. Does not wait for the device."""
+    """Sample a batch's next tokens and compute log-probabilities if requested. Does not wait for the device."""
     logits, likeliest = prediction.logits, prediction.likeliest
     if not batch.has_logprobs:
         return DrawnTokens(sampler.sample(logits, batch.sampled, likeliest=likeliest))

@@ -31,9 +31,9 @@ draw_numbers = attrgetter(*DRAW_INTEGERS, *DRAW_FLOATS)
 
 
 class Sampler:
-    """Selects a token for each row of a step, in plain torch on any device. Subclasses replace parts of this.
+    """Selects a token for each row of a step, in plain torch on any device. Subclasses override parts of it.
 
-    logits: [_, vocab_size], never changed. rows: the rows of the logits to read; each row has one of the `items`.
+    logits: [_, vocab_size], never changed. rows: the rows of the logits to read; each belongs to one of the `items`.
     """
 
     def sample(
@@ -60,7 +60,7 @@ class Sampler:
         return _in_order(parts)
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """Draw a token for each of the rows by temperature, filters and noise → [len(rows)] int64."""
+        """Draw a token for each of the rows with temperature, filters and noise → [len(rows)] int64."""
         logits = logits[to_device(rows, logits.device)].float()
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -82,10 +82,7 @@ class Sampler:
         return (logits + gumbel_noise(seeds, positions, vocab_size=logits.shape[-1])).argmax(dim=-1)
 
     def adjust(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """Copy the rows and apply penalties, biases, bans and matchers, in this order.
-
-        → [len(rows), vocab_size] float32.
-        """
+        """Copy rows and apply penalties, biases, bans, matchers, in this order → [len(rows), vocab_size] float32."""
         adjusted = logits[to_device(rows, logits.device)].float()
         numbered = [(row, item.adjustments) for row, item in enumerate(items) if item.adjustments is not None]
         _penalise_repetition(adjusted, [(row, each.seen, each.repetition_penalty) for row, each in numbered])
@@ -123,7 +120,7 @@ class Sampler:
 
 def joined_masks(items: Sequence[ScheduledSequence]) -> bytearray:
     """Join the bit masks of the items that have a matcher (see `Matcher.allowed`)."""
-    # The masks are built after the launch of the forward pass, which a device may still be computing.
+    # The masks are built after the forward pass was launched, while the device may still be running it.
     return bytearray().join([item.allowed() for item in items if item.matcher is not None])
 
 
@@ -136,7 +133,8 @@ def _penalise_repetition(logits: torch.Tensor, entries: Sequence[tuple[int, arra
     penalties = to_device([penalty for _, _, penalty in entries], logits.device, torch.float32)
     penalties = penalties.repeat_interleave(lengths, output_size=len(places))
     before = flat[places]
-    flat[places] = torch.where(before > 0, before / penalties, before * penalties)  # equal places get equal values
+    # A token that is listed twice is set to the same value twice.
+    flat[places] = torch.where(before > 0, before / penalties, before * penalties)
 
 
 def _add(logits: torch.Tensor, entries: Sequence[tuple[int, array[int], array[float]]]) -> None:
@@ -187,7 +185,7 @@ def _argmax(logits: torch.Tensor, rows: Sequence[int], known: torch.Tensor | Non
 
 
 def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
-    """Return the tokens by place. parts: pairs (places, tokens) that together fill all places."""
+    """Return the tokens by place. parts: pairs (places, tokens) that together cover all places."""
     if len(parts) == 1:
         return parts[0][1]
     tokens = torch.cat([tokens for _, tokens in parts])
@@ -198,13 +196,13 @@ def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tens
 def _near_greatest(logits: torch.Tensor, num_sigmas: torch.Tensor) -> torch.Tensor:
     """Set logits to -inf that are more than `num_sigmas` standard deviations below the greatest (Tang et al., 2024).
 
-    num_sigmas: [num_rows, 1]; 0: the row stays as it is. Only finite logits count for the deviation. The logits are
-    those before the temperature, which does not change the result.
+    num_sigmas: [num_rows, 1]; 0 leaves the row unchanged. Only finite logits count for the deviation. The logits are
+    not yet divided by the temperature, which would not change the result.
     """
     counts = logits.isfinite()
     num_counted = counts.sum(dim=-1, keepdim=True).clamp(min=1)
     numbers = logits.double().masked_fill(~counts, 0.0)
-    # A running sum adds the numbers in their order. The order of `sum` depends on the number of rows.
+    # `cumsum` adds the numbers in order, whereas the order in `sum` depends on the number of rows.
     mean, mean_square = (each.cumsum(dim=-1)[:, -1:] / num_counted for each in (numbers, numbers.square()))
     deviation = (mean_square - mean.square()).clamp(min=0.0).sqrt()
     most = logits.masked_fill(~counts, float("-inf")).amax(dim=-1, keepdim=True)

@@ -1,9 +1,9 @@
-"""A model runner that computes nothing but takes the time of a cost model, to run fleets on machines without GPUs.
+"""A model runner that sleeps for the duration of each step, to run fleets on machines without GPUs.
 
-The runner sleeps for that time, so many replicas can share a core. Its tokens are text tokens of a real tokenizer. As
+A cost model determines the duration, and many replicas can share a core. Tokens are text tokens of a real tokenizer. As
 in a real model, they depend on the whole sequence through a simulated KV memory: a wrong block, position or resumption
 changes the tokens and their invented log-probabilities. Grammars are followed; penalties, biases and filters are
-ignored. No torch here.
+ignored. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 class SimulatedCosts(Settings):
-    """The fields of `model.simulated`: how long steps take, and how the simulated model behaves."""
+    """The fields of `model.simulated`: the duration of steps, and the behaviour of the simulated model."""
 
     step_ms: float = Field(10.0, ge=0, le=60_000)
     per_token_ms: float = Field(0.0, ge=0, le=60_000)  # added for each token of a step
@@ -59,7 +59,7 @@ class SimulatedModelRunner(ModelRunner):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """text_token_ids: the tokens to sample from, at least one. clock, sleep: return and take seconds."""
+        """text_token_ids: the tokens to sample from, at least one. clock returns seconds, sleep accepts seconds."""
         self._costs = costs
         self._text = tuple(text_token_ids)
         self._eos = tuple(eos_token_ids)
@@ -130,8 +130,8 @@ class SimulatedModelRunner(ModelRunner):
         key: int = slots[block_ids[last // size] * size + last % size]
         num_before = last // size
         if num_before:
-            # A model attends to all blocks. Here, each token reads one earlier block in turn, so that every wrong block
-            # has an effect within a few tokens.
+            # A model attends to all blocks. Here, tokens take turns to read one earlier block each, so that every wrong
+            # block has an effect within a few tokens.
             key ^= slots[block_ids[last % num_before] * size + size - 1] * 3 & _MASK
         return key
 

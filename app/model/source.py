@@ -1,4 +1,4 @@
-"""Finds out what kind of model the files contain, and creates transformers' module from them."""
+"""Determines which kind of model the files contain, and creates transformers' module from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SERVABLE_LAYERS = LAYERS_WITH_STATES | {"full_attention", "sliding_attention", 
 
 _OTHER_LAYERS = {
     "hybrid_sliding": "attention adds relative positions to its scores, and short convolutions change its inputs",
-    "indexed_attention": "an indexer picks the tokens that a token sees",
+    "indexed_attention": "an indexer selects the tokens that a token attends to",
     "compressed_sparse_attention": "several tokens share one compressed key and value",
     "heavily_compressed_attention": "several tokens share one compressed key and value",
 }
@@ -65,12 +65,10 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[None]:
-    """Return a context for code that inspects or loads a model. Turns unexpected errors into a refusal of the model.
+    """Wrap code that inspects or loads a model. Turns unexpected errors into UnsupportedModel.
 
+    CarouselError, BackendFailed and failures of the machine are raised unchanged.
     path: the model's path, for the message. group: the ranks that load the model together.
-
-    Raises:
-        UnsupportedModel: in place of any error that is neither a CarouselError nor a failure of the machine.
     """
     try:
         yield
@@ -78,7 +76,7 @@ def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[N
         raise
     except Exception as error:
         if _is_of_machine(error) or (group is not None and isinstance(error, RuntimeError)):
-            raise  # `Ranks` finds out which rank has failed first
+            raise  # `Ranks` determines which rank failed first
         raise UnsupportedModel(f"{path} cannot be loaded: {reason_of(error)}") from error
 
 
@@ -148,7 +146,7 @@ class ModelSource:
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder with the files. Downloads a hub id. None if that fails; transformers will then report why."""
+        """The folder with the files. Downloads a hub id. None if that fails, so that transformers reports why."""
         if Path(self.location).is_dir():
             return Path(self.location)
         from transformers.utils.hub import snapshot_download
@@ -169,7 +167,7 @@ class ModelSource:
         return Checkpoint(folder, self.dtype, self.quantised)
 
     def weights_of_gguf(self) -> dict[str, torch.Tensor] | None:
-        """Return all weights of a GGUF file, dequantised; None if the model is not a GGUF file."""
+        """Return all weights of a GGUF file, dequantised, or None if the model is not a GGUF file."""
         if self.gguf is None:
             return None
         self.log_gguf(is_kept=False)
@@ -181,7 +179,7 @@ class ModelSource:
         return manifest_in(Path(self.location)) if Path(self.location).is_dir() else None
 
     def log_gguf(self, *, is_kept: bool) -> None:
-        """Log in which types a GGUF file's weights are served. Does nothing for other models.
+        """Log the types in which a GGUF file's weights are served. Does nothing for other models.
 
         is_kept: whether matrices keep the file's types if the C++ code supports these.
         """
@@ -193,7 +191,7 @@ class ModelSource:
         for kind, count in counts.most_common():
             (kept if is_kept and can_be_stored(kind) else others).append(f"{count} in {manifest.kinds[str(kind)]}")
         if kept:
-            logger.info("%s: its weights stay as the file has them (%s)", self.config.path, ", ".join(kept))
+            logger.info("%s: its weights keep the types of the file (%s)", self.config.path, ", ".join(kept))
         logger.info("%s: its weights are read as %s (%s)", self.config.path, self.dtype, ", ".join(others) or "none")
 
     def log_multiplied_out(self) -> None:
@@ -203,7 +201,7 @@ class ModelSource:
         packing, hint = self.quantised.packing, ""
         if packing is not None and self.device.type == "cpu" and self.config.quantization == "none":
             bits = max(packing.bits, 4)
-            hint = f", in its memory and time; model.quantization: int{bits} packs them in {bits} bits again"
+            hint = f"; set model.quantization: int{bits} to save memory and time by packing them in {bits} bits again"
         name = self.quantised.method if packing is None else packing
         logger.info(
             "%s: its weights, quantised by %s, are multiplied out to %s%s", self.location, name, self.dtype, hint
@@ -213,23 +211,23 @@ class ModelSource:
         """Raise InvalidSetup, with the reason, if `size` ranks cannot share the model. Reads no weights."""
         if self.quantised is not None:
             raise InvalidSetup(
-                f"replicas.tensor_parallel: got {size}; a quantised checkpoint is not divided among ranks. Serve the "
-                f"one that is not quantised (on GPUs model.quantization: fp8 may quantise it), or set "
+                f"replicas.tensor_parallel: got {size}; a quantised checkpoint cannot be split among ranks. Serve the "
+                f"unquantised checkpoint (on GPUs, model.quantization: fp8 may quantise it), or set "
                 f"replicas.tensor_parallel to 1"
             )
         if self.layers_with_states:
             raise InvalidSetup(
                 f"replicas.tensor_parallel: got {size}; {self.config.path} has recurrent layers "
-                f"({', '.join(sorted(self.layers_with_states))}), which are not divided among ranks: set it to 1"
+                f"({', '.join(sorted(self.layers_with_states))}), which cannot be split among ranks. Set it to 1"
             )
         check_divisible(shared_numbers(self.found), size, of=self.config.path)
 
 
 def not_computed(recurrence: str) -> str:
-    """Return the predicate of a refusal for a model with an unsupported recurrence, which is given by name."""
+    """Return the predicate of the error message for a model with this unsupported recurrence."""
     return (
-        f"has layers with a state that is not computed here: {recurrence}. Short convolutions, the gated delta rule, "
-        f"Mamba 1 and Mamba 2 are computed"
+        f"has recurrent layers that are not supported: {recurrence}. Short convolutions, the gated delta rule, "
+        f"Mamba 1 and Mamba 2 are supported"
     )
 
 
@@ -252,7 +250,7 @@ def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConf
             f"(looked at {location!r}): {first_line(error)}"
         ) from error
     if getattr(found, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{config.path} is an encoder-decoder model ({found.model_type}); none is served")
+        raise UnsupportedModel(f"{config.path} is an unsupported encoder-decoder model ({found.model_type})")
     return found
 
 
@@ -266,7 +264,7 @@ def pretrained(
     unused: tuple[str, ...] = (),
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a module by a class of transformers, only from safetensors. Code from the repository never runs.
+    """Load a module with a transformers class, only from safetensors. Never runs code from the repository.
 
     location: None if `options` contains all weights.
     unused: prefixes of weights that the files may lack.
@@ -318,7 +316,7 @@ def _read_generation_config(source: ModelSource, module: PreTrainedModel) -> Non
 def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """Return the module that `make` builds with our attention, or with "eager" if the model's code rejects ours.
 
-    Such code looks attention functions up in a table of its own, see `own_attention`. make: receives the name of an
+    Such code looks up attention functions in its own table, see `own_attention`. make: receives the name of an
     attention function.
     """
     try:
@@ -374,7 +372,7 @@ def read_module(source: ModelSource) -> PreTrainedModel:
 
 
 def fix_positions_of(source: ModelSource, module: PreTrainedModel) -> None:
-    """Fix positions for the longest served sequence. If that is unknown, the model will be refused later."""
+    """Fix positions for the longest served sequence. If that is unknown, the model will be rejected later."""
     if known := source.config.max_model_len or length_limit(module):
         fix_positions(module, known)
 
@@ -383,7 +381,7 @@ def module_on_device(source: ModelSource) -> PreTrainedModel | None:
     """Load the module layer by layer. Returns None if `mapped_model` does not support the model."""
     mapped = mapped_model(source, source.device)
     if mapped is None:
-        logger.info("%s: its weights are read into the host's memory first", source.config.path)
+        logger.info("%s: its weights are read into host memory first", source.config.path)
         return None
     mapped.load()
     return mapped.module
@@ -468,5 +466,5 @@ def _reference_from_files(source: ModelSource) -> Reference | None:
 
 
 def length_limit(module: PreTrainedModel) -> int | None:
-    """Return the model's length limit according to its configuration, or None if it gives none."""
+    """Return the model's length limit according to its configuration, or None if it states none."""
     return getattr(module.config.get_text_config(), "max_position_embeddings", None)

@@ -71,7 +71,7 @@ class TrialBlocks:
 
     @classmethod
     def enough(cls, block_size: int, *, num_groups: int = 1) -> TrialBlocks:
-        """Return a size that is enough for the sequence under test and for another one of the same length."""
+        """Return a size that is enough for the sequence under test and another sequence of the same length."""
         max_blocks = -(-NUM_TOKENS // block_size)
         return cls(block_size=block_size, num_blocks=2 * max_blocks, max_blocks=max_blocks, num_groups=num_groups)
 
@@ -174,13 +174,10 @@ class Reference:
         return replace(self, own=replace(self.own, first_layer=torch.tanh(logits / cap) * cap if cap else logits))
 
     def verify_steps(self, how: str, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> None:
-        """Verify every form of step: the first and later pieces of a prompt, single tokens, and tokens beside another
-        sequence. The later pieces reveal layers with unknown state.
+        """Verify every form of step: pieces of a prompt, single tokens, and tokens alongside another sequence.
 
-        how, quantization: as in `verify`.
-
-        Raises:
-            UnsupportedModel: results differ by more than rounding errors.
+        Later pieces of a prompt reveal layers with unknown state. Raises UnsupportedModel if results differ by more
+        than rounding errors. how, quantization: as in `verify`.
         """
         for what, expected, computed in self._in_steps(compute, blocks):
             expected.verify(f"{how}, of {what},", computed, quantization)
@@ -222,7 +219,7 @@ class Reference:
         other = blocks.piece("other", token_ids[::-1][:num_others], 0, first_block=first_block)
         row = compute(step_of(other, *(own(*piece) for piece in together)))
         end = together[-1][1]
-        yield "tokens beside another sequence", self.part(third, end), row.part(num_others, num_others + end - third)
+        yield "tokens alongside another sequence", self.part(third, end), row.part(num_others, num_others + end - third)
 
     def verify(self, how: str, computed: Output, quantization: str = "none") -> None:
         """Raise UnsupportedModel, with the numbers, if the outputs differ from the reference.
@@ -231,7 +228,7 @@ class Reference:
         """
         difference = self.difference(computed, quantization)
         if difference is not None:
-            raise UnsupportedModel(f"{self.path} computes other results {how} than with its own code: {difference}")
+            raise UnsupportedModel(f"{self.path} computes different results {how} than with its own code: {difference}")
 
     def difference(self, computed: Output, quantization: str = "none") -> str | None:
         """Return the difference in words if it exceeds rounding errors, or None."""
@@ -255,11 +252,11 @@ def difference_above(
 ) -> str | None:
     """Return the relative difference between two outputs, in words, or None if it is within the limit.
 
-    by_token: use the third quartile of the tokens' differences instead of the difference over all tokens. For mixtures:
-    in bfloat16, two experts often have nearly equal scores, and rounding selects another expert for some tokens.
+    by_token: use the third quartile of the tokens' differences instead of the difference over all tokens. Mixtures need
+    this: in bfloat16, two experts often have nearly equal scores, so rounding changes some tokens' experts.
     """
     dims = (-1,) if by_token else None
     difference = torch.linalg.vector_norm(mine.float() - theirs.float(), dim=dims)
     relative = difference / torch.linalg.vector_norm(theirs.float(), dim=dims).clamp_min(least_size)
     found = float(relative.quantile(0.75))
-    return None if found <= limit else f"{found:.2%}, {limit:.2%} is allowed"
+    return None if found <= limit else f"{found:.2%}; at most {limit:.2%} is allowed"

@@ -1,4 +1,4 @@
-"""Computes a digest of a model's weights, by which machines can tell whether their files are equal."""
+"""Computes a digest of a model's weights, so that machines can tell whether their files are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def digest_of_weights(config: EngineConfig) -> int:
-    """Return a number that is equal on machines with equal weights in equal types; 0 without readable weights."""
+    """Return a number that is equal on machines with equal weights in equal types, or 0 without readable weights."""
     model = config.model
     if model.simulated is not None:
         return 0
@@ -31,7 +31,7 @@ def digest_of_weights(config: EngineConfig) -> int:
 
         dtype = dtype_of(model, location).name
     # Includes the types of weights and KV memory, because replicas with different types must not resume each other's
-    # requests: they would generate other tokens.
+    # requests: they would generate different tokens.
     return crc32(f"{dtype} {model.quantization} {config.cache.dtype}".encode(), digest) if digest else 0
 
 

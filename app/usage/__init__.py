@@ -1,4 +1,4 @@
-"""Counts each key's usage where requests are sent, journals it against crashes, and adds it up in one owner."""
+"""Counts each key's usage in the processes that send requests, journals it against crashes, and adds it up in one."""
 
 from app.usage.counter import UsageCounter
 from app.usage.exchange import UsageExchange

@@ -1,4 +1,4 @@
-"""Counts the usage of one process's requests until the ledger includes it."""
+"""Counts the usage of one process's requests that the ledger does not include yet."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from app.usage.records import (
 
 
 class UsageCounter:
-    """Counts this process's ended calls, and adds up each key's usage in the ledger and its unreported usage.
+    """Counts the usage of this process's finished calls. A key's totals are the ledger's plus the unreported usage.
 
-    Without a ledger, the counter stores all usage until the process ends.
+    Without a ledger, the counter holds all usage since the process started.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -34,12 +34,12 @@ class UsageCounter:
         self.journal: UsageJournal | None = None
         self._clock = clock
         self._counted: dict[str, dict[UsedFor, Used]] = {}  # usage by key, since the last report
-        self._sent = UsageReport(process=self.process, number=0)  # the last report, which the ledger may still lack
+        self._sent = UsageReport(process=self.process, number=0)  # the last report, which may not be in the ledger yet
         self._known_number = 0  # number of the last report that the ledger includes
-        self._known: dict[str, tuple[str, BudgetTotals]] = {}  # by key: the day of the answer, and the ledger's totals
+        self._known: dict[str, tuple[str, BudgetTotals]] = {}  # the ledger's totals and their day, by key
 
     def add(self, key: str, call: CallUsage) -> None:
-        """Count an ended call's usage, and write it to the journal if one is open."""
+        """Count a finished call's usage, and write it to the journal if one is open."""
         used_for = UsedFor(key, call.model, BACKGROUND if call.is_background else ONLINE, self.today)
         of_key = self._counted.setdefault(key, {})
         of_key[used_for] = of_key.get(used_for, Used()) + call.used
@@ -56,7 +56,7 @@ class UsageCounter:
         return self._clock()
 
     def totals(self, key: str) -> BudgetTotals:
-        """Return a key's known usage of today and this month, by the ledger and by this process."""
+        """Return a key's known usage today and this month: the ledger's totals plus this process's unreported usage."""
         today = self.today
         day, of_ledger = self._known.get(key, (today, BudgetTotals()))
         if month_of(day) != month_of(today):
@@ -66,7 +66,7 @@ class UsageCounter:
         return of_ledger.plus(_totals_of(self._uncounted(key), today))
 
     def uncounted(self) -> dict[UsedFor, Used]:
-        """Return all usage that the ledger may still lack."""
+        """Return all usage that may not be in the ledger yet."""
         sums = dict(self._in_flight)
         for of_key in self._counted.values():
             for used_for, used in of_key.items():
@@ -75,26 +75,26 @@ class UsageCounter:
 
     @property
     def begins_report(self) -> bool:
-        """Whether the next report starts a new number with new usage. False while the last report is unanswered."""
+        """Whether the next report will carry new usage under a new number. False while the last one is unanswered."""
         return bool(self._counted) and not self._in_flight
 
     @property
     def keys_to_report(self) -> Collection[str]:
-        """The keys whose usage the next report contains for the first time."""
+        """The keys whose new usage the next report will carry."""
         return self._counted.keys() if self.begins_report else ()
 
     @property
     def number(self) -> int:
-        """Number of the report that will contain the usage that is counted now."""
+        """Number of the report that will carry the usage that is being counted now."""
         return self._sent.number + 1
 
     def report(
         self, reserved: Mapping[str, BudgetTotals] | None = None, *, with_usage: bool = True, **fields: Any
     ) -> UsageReport:
-        """Return the report to send now, with `fields` set. It repeats the last usage until the ledger includes it.
+        """Return the next report, with `fields` set. It repeats the previous usage until the ledger includes it.
 
-        `reserved` holds the amounts that running requests may use, for each key with budgets. `with_usage=False` leaves
-        new usage to a later report.
+        `reserved` holds, for each key with budgets, the amounts that running requests may still use. With
+        `with_usage=False`, new usage is left for a later report.
         """
         number, used = self._sent.number, self._in_flight
         if with_usage and self.begins_report:
@@ -122,7 +122,7 @@ class UsageCounter:
 
 
 def _totals_of(used: Iterable[tuple[UsedFor, Used]], today: str) -> BudgetTotals:
-    """Return the sums for today and this month, for comparison with budgets."""
+    """Sum up the usage of today and of this month."""
     totals = BudgetTotals()
     for used_for, each in used:
         if month_of(used_for.day) == month_of(today):

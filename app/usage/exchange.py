@@ -1,4 +1,4 @@
-"""Exchanges reports and answers between one process and the owner of the ledger, every second in the background."""
+"""Reports a process's usage and limits to the owner of the ledger every second, and applies the owner's answers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from app.usage.shares import LEASE_S
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-HURRY_S = 0.1  # shortest time between two reports while a request waits for the next report
+HURRY_S = 0.1  # minimum time between two reports when one is requested early
 REMAINS_EVERY = 5  # number of periods between two searches for journals of dead processes
-SILENCE_S = 5.0  # after the owner was silent for this time, no more allowance is expected from other processes
+SILENCE_S = 5.0  # once the owner has been silent for this long, no more allowance is expected from other processes
 _TIMEOUT_S = 5.0
 
 
 class UsageReporter:
-    """Builds one process's reports and handles the answers. Reads the time only from `clock`.
-
-    Reports leave out keys without changes, so that many idle keys cost nothing.
-    """
+    """Builds one process's reports and applies the answers. Reports omit unchanged keys, so idle keys cost nothing."""
 
     def __init__(self, counter: UsageCounter, limits: Limits, *, clock: Callable[[], float]) -> None:
         self._counter = counter
@@ -37,13 +34,13 @@ class UsageReporter:
         self._clock = clock
         self._answered_at = clock()
         self._num_processes = 0
-        self._reports_all = True  # whether the owner may know only outdated values of this process
+        self._reports_all = True  # whether the owner's values for this process may be outdated
         self._day = ""  # the day of the last report
 
     def report(self, *, with_usage: bool = True) -> UsageReport:
-        """Return the report to send now; see `UsageCounter.report`. Call `take` or `fail` after each report."""
+        """Return the next report; see `UsageCounter.report`. Call `take` or `fail` once its outcome is known."""
         counter, limits = self._counter, self._limits
-        # Each day renews the budgets, and with them the parts of all processes.
+        # Budgets are renewed every day, which changes the parts of all processes.
         everything = self._reports_all or counter.today != self._day
         changes = limits.changes(None if everything else counter.keys_to_report if with_usage else ())
         self._reports_all, self._day = True, counter.today
@@ -57,21 +54,21 @@ class UsageReporter:
         )
 
     def take(self, answer: UsageAnswer) -> None:
-        """Handle the owner's answer."""
+        """Apply the owner's answer."""
         self._answered_at, self._num_processes = self._clock(), answer.num_processes
         self._reports_all = answer.wants_all
         self._counter.take(answer)
         self._limits.take(answer.shares, asked=answer.asks_for)
 
     def fail(self, *, timeout_s: float = 0.0) -> None:
-        """Record that the owner has not answered within `timeout_s`. The next report includes all limits."""
+        """Record that the owner did not answer within `timeout_s`. The next report will include all limits."""
         silence_s = self._clock() - self._answered_at
         if silence_s > SILENCE_S:
             self._limits.lose_owner(has_share=silence_s < LEASE_S - timeout_s)
 
 
 class UsageExchange:
-    """Reports a counter's usage, and the journaled usage of dead processes on this machine."""
+    """Reports a counter's usage, and the usage that dead processes left in the journals of the same folder."""
 
     def __init__(
         self,
@@ -82,7 +79,7 @@ class UsageExchange:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` stores the journals and outlives processes. Each machine may use its own folder."""
+        """`folder` holds the journals and must outlive the process. Each machine may have its own folder."""
         self._counter = counter
         self._owner = owner
         self._folder = folder
@@ -101,7 +98,7 @@ class UsageExchange:
             await self._without_failing(self.report_remains)
 
     async def _pass_period(self) -> None:
-        """Wait for the next period, and exchange urgent changes of limits in the meantime."""
+        """Wait for the next period. Meanwhile, exchange limits whenever an early report is requested."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + PERIOD_S
         await asyncio.sleep(HURRY_S)
@@ -115,23 +112,23 @@ class UsageExchange:
             await asyncio.sleep(HURRY_S)
 
     async def open_journal(self) -> None:
-        """Start writing counted usage to a journal. If the folder is unusable, log an error and run without one."""
+        """Start to journal the counted usage. If the folder is unusable, log an error and run without a journal."""
         counter = self._counter
         try:
             counter.journal = await asyncio.to_thread(UsageJournal, self._folder, counter.process, counter.number)
         except OSError as error:
             logger.error(
-                "usage is not written to %s: %s; if this process is killed, the usage of its last second is lost",
+                "usage cannot be journaled in %s: %s; if this process is killed, about one second of its usage is lost",
                 self._folder,
                 described(error),
             )
 
     async def exchange_limits(self) -> None:
-        """Report limits and apply the answer. New usage is left out, so that the owner need not write to its ledger."""
+        """Report limits and apply the answer. Omits new usage, which the owner would have to write to its ledger."""
         await self._exchange(self._reported(with_usage=False))
 
     async def exchange(self) -> None:
-        """Report usage and limits, and apply the answer. Raises the errors of `_send`; the next call tries again."""
+        """Report usage and limits, and apply the answer. Raises the errors of `_send`; the next call will retry."""
         counter, journal = self._counter, self._counter.journal
         goes_on, next_file = False, None
         if journal is not None and (counter.begins_report or not journal.has_file):
@@ -156,10 +153,7 @@ class UsageExchange:
             await asyncio.to_thread(self._counter.journal.forget, report.number)
 
     async def _file_of(self, journal: UsageJournal, number: int) -> int | None:
-        """Open a new file for a report; None if the file cannot be opened now.
-
-        Files are opened and closed in a thread, because some storages are slow at this. Writing is fast.
-        """
+        """Open a report's journal file in a thread, because this is slow on some storage. Returns None if it fails."""
         try:
             return await asyncio.to_thread(journal.file_of, number)
         except OSError as error:
@@ -167,7 +161,7 @@ class UsageExchange:
             return None
 
     async def report_remains(self) -> None:
-        """Report the journals of dead processes. Raises the owner's errors, and leaves the rest for a later call."""
+        """Report the usage in the journals of dead processes. Raises the owner's errors; a later call will continue."""
         for process in await asyncio.to_thread(processes, self._folder):
             dead = await asyncio.to_thread(remains, self._folder, process)
             if dead is None:
@@ -187,21 +181,21 @@ class UsageExchange:
     async def _send(self, report: UsageReport) -> UsageAnswer:
         """Send a report to the owner. Raises the owner's errors, and Unavailable if the owner does not answer in time.
 
-        A TimeoutError would not do: it is a subclass of OSError, which callers would treat as the failure of a file.
+        It does not raise TimeoutError, which callers would mistake for a file error, as a subclass of OSError.
         """
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._owner.report_usage(report)
         except TimeoutError:
-            raise Unavailable(f"the process of batches has not answered for {_TIMEOUT_S:g} s") from None
+            raise Unavailable(f"the batches process did not answer within {_TIMEOUT_S:g} s") from None
 
     async def _without_failing(self, step: Callable[[], Awaitable[None]]) -> None:
-        num_usual = 10  # while the owner starts, about this many failures are normal
+        num_usual = 10  # about this many failures are normal while the owner is starting
         try:
             await step()
         except Exception as error:
             self._num_failures += 1
             if self._num_failures == num_usual:
-                logger.warning("usage is kept locally until the process of batches takes it: %s", described(error))
+                logger.warning("usage is stored locally until the batches process accepts it: %s", described(error))
         else:
             self._num_failures = 0

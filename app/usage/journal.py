@@ -1,7 +1,7 @@
-"""Stores a process's unreported usage in files, which outlive the process, so that a killed process loses no usage.
+"""Stores a process's unreported usage in files, so that no usage is lost if the process is killed.
 
-For each process, the folder contains a lock, which the process holds while it lives, and a file for each report that
-the ledger lacks. A line is written when a request ends. It survives a crash of the process, but not of the machine.
+For each process, the folder contains a lock, which the process holds while it lives, and a file for each report that is
+not in the ledger yet. Each finished request adds a line, which survives a crash of the process but not of the machine.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from app.usage.records import UsageReport, Used, UsedFor, values_of
 
 logger = logging.getLogger(__name__)
 
-JOURNALS = "usage"  # name of the folder inside the folder of files and batches
+JOURNALS = "usage"  # name of the journals' folder inside the folder of files and batches
 _LOCK_SUFFIX = ".lock"
 
 
 class UsageJournal:
-    """The journal files of this process. Only `write` is called on the event loop, because it takes microseconds."""
+    """The journal files of this process. `write` takes microseconds, so it may be called on the event loop."""
 
     def __init__(self, folder: Path, process: str, number: int) -> None:
-        """Usage is written to the file of report `number` until `switch_to` is called."""
+        """Open the file of report `number`, to which usage is written until `switch_to` is called. Raises OSError."""
         self._folder = folder
         self._process = process
         for each in (folder.parent, folder):  # mkdir does not apply the mode to missing parents
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The lock is renamed only after it was taken, so that no process sees it unlocked and treats this one as dead.
+        # Lock the file before giving it its final name. If others could lock it, they would treat this process as dead.
         lock = folder / (process + _LOCK_SUFFIX)
         hidden = folder / hidden_name(lock.name)
         held = take_lock(hidden)
-        assert held is not None, "the name is this process's"
+        assert held is not None, "no other process uses this name"
         self._lock = held
         os.rename(hidden, lock)
         self._file: int | None = self.file_of(number)
@@ -46,7 +46,7 @@ class UsageJournal:
         return self._file is not None
 
     def write(self, used_for: UsedFor, used: Used) -> None:
-        """Write an ended request's usage. If the write fails, the usage is lost only if the process is killed."""
+        """Write a finished request's usage. If the write fails, the usage is lost only if the process is killed."""
         if self._file is None:
             return
         line = b"\n" + json.dumps([*used_for, *values_of(used)]).encode()
@@ -57,17 +57,17 @@ class UsageJournal:
             self.report_failure(error)
 
     def report_failure(self, error: OSError) -> None:
-        """Log a failure, unless it was logged and no write has succeeded since."""
+        """Log a failure. Further failures are not logged until a write succeeds again."""
         if not self._has_failed:
             logger.error("usage cannot be written to %s: %s", self._folder, described(error))
         self._has_failed = True
 
     def file_of(self, number: int) -> int:
-        """Open the file of a report for appending, and return its descriptor. Raises OSError."""
+        """Open a report's file for appending, and return its descriptor. Raises OSError."""
         return os.open(_path(self._folder, self._process, number), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def switch_to(self, file: int | None) -> int | None:
-        """Write to this file from now on, or to none. Returns the previous file, which the caller closes."""
+        """Write to this file from now on (None for no file). Returns the previous file, which the caller must close."""
         before, self._file = self._file, file
         return before
 
@@ -83,7 +83,7 @@ class UsageJournal:
 
 
 class Remains:
-    """The journal of a dead process, which may not have reported all of its usage. Locked by one process at a time."""
+    """The journal of a dead process, which may contain unreported usage. Only one process at a time can open it."""
 
     def __init__(self, folder: Path, process: str, lock: int) -> None:
         self.process = process
@@ -91,7 +91,7 @@ class Remains:
         self._lock = lock
 
     def reports(self) -> list[UsageReport]:
-        """Return the reports that the ledger may still lack, in order. Raises OSError if a file cannot be read."""
+        """Return, in order, the reports that may not be in the ledger yet. Raises OSError if a file cannot be read."""
         numbers = sorted(
             int(path.suffix[1:]) for path in self._folder.glob(f"{self.process}.*") if path.suffix[1:].isdigit()
         )
@@ -116,7 +116,7 @@ def processes(folder: Path) -> list[str]:
 
 
 def remains(folder: Path, process: str) -> Remains | None:
-    """Return a dead process's journal, which the caller closes; None if the process lives or another one reads it."""
+    """Return a dead process's journal; None if the process lives or another one reads it. The caller must close it."""
     lock = take_lock(folder / (process + _LOCK_SUFFIX))
     return None if lock is None else Remains(folder, process, lock)
 
@@ -126,7 +126,7 @@ def _path(folder: Path, process: str, number: int) -> Path:
 
 
 def _read(path: Path) -> dict[UsedFor, Used]:
-    """Return the sums of a file. Skips lines that a full disk cut off; `write` begins the next one with a line end."""
+    """Return the summed usage in a file. Skips torn lines, as a full disk leaves them."""
     sums: dict[UsedFor, Used] = {}
     for line in path.read_bytes().splitlines():
         try:

@@ -1,8 +1,9 @@
-"""Divides each key's limits and budgets among the processes that send requests, according to the demand in each.
+"""Divides each key's limits and budgets among the processes that send requests, according to their demand.
 
-A process uses its part until the next answer, so no request waits for an answer, and the owner may die. The owner takes
-an amount from one process before it assigns it to another, so all parts together never exceed the limit. The ledger's
-total, the reservations of running requests and the amounts that processes may reserve together never exceed a budget.
+A process may use its part until the next answer, so requests do not wait for the owner, even if the owner has died. The
+owner withdraws an amount from one process before it assigns it to another, so the parts never add up to more than the
+limit. Likewise, a budget is never exceeded by the sum of the usage in the ledger, the reservations of running requests
+and the amounts that processes may still reserve.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from app.usage.records import (
     UsageReport,
 )
 
-LEASE_S = 90.0  # after this silence, the owner reassigns a process's part, and the process uses its first share again
-SETTLING_S = 3.0  # how long a new owner only listens
-_INDIFFERENT = 0.1  # a process may retain surplus slots up to this share of its part
-# The budget weight of the process that runs batches. It needs some of each budget in advance, because a stored answer
-# may arrive before the process has asked for an amount.
+LEASE_S = 90.0  # after this silence, the owner reassigns a process's part, and the process returns to its first share
+SETTLING_S = 3.0  # how long a new owner collects reports before it assigns any parts
+_INDIFFERENT = 0.1  # a process may keep surplus slots up to this fraction of its part
+# The weight of the batches process in budgets. It needs some of each budget in advance, because a stored answer may
+# arrive before the process has requested an amount.
 _SLACK_OF_BUDGET = 0.1
-_REFUSED_S = 5.0  # how long a refused amount is expected to be requested again
-_DEMAND_S = 2.0  # time constant of the decay of demand
-_WAITING_S = 1.0  # a reported waiting request counts for this time, because no request waits longer for a slot
+_REFUSED_S = 5.0  # how long a refused request is expected to be retried
+_DEMAND_S = 2.0  # time constant with which demand decays
+_WAITING_S = 1.0  # how long a reported waiting request counts; no request waits longer for a slot
 _MOVING_S = 10.0  # time after which demand has decayed to nothing
-_AHEAD_S = 5.0  # a process whose amount covers its demand for this time needs nothing from others
+_AHEAD_S = 5.0  # a process whose amount covers its demand for this time needs nothing from other processes
 _NOTHING = BudgetTotals()
 _Numbers = NDArray[np.float64]
 _Flags = NDArray[np.bool_]
-_NumberOrNumbers = TypeVar("_NumberOrNumbers", float, _Numbers)  # a value of one process, or of all
+_NumberOrNumbers = TypeVar("_NumberOrNumbers", float, _Numbers)  # the value of one process, or of all processes
 
 
 @dataclass(slots=True)
@@ -60,20 +61,19 @@ class _Limit:
     members: set[str] = field(default_factory=set)  # processes that have reported their parts of the limit
     spare: float | None = None  # the bucket's unassigned amount; None before it is first counted
     counted_at: float = 0.0
-    # Until this time, all members are asked for their values, because a process held less than its part.
+    # Until this time, all members are asked to report the limit, because a process held less than its part.
     moves_until: float = 0.0
 
 
 class _Table:
     """The reported values, with a row for each limit and a column for each process. Missing values are 0.
 
-    All rows of a report are added up at once, because numpy spends nanoseconds per process where a loop spends
-    microseconds.
+    All limits of a report are summed at once, because numpy takes nanoseconds per process, and a loop microseconds.
     """
 
     # Indices of `values`. DEMAND is an amount per minute at the time of the report, or a number of slots. SLACK is the
-    # process's weight when the amount that no process asks for is divided. With weight 0, it receives nothing of this
-    # amount, and its demand is served last.
+    # process's weight when the amount that no process requests is divided. A process with weight 0 receives nothing of
+    # that amount, and its demand is served last.
     NAMES = SHARE, HELD, DEMAND, SLACK, REFUSED, REFUSED_AT, REPORTED_AT = range(7)
 
     def __init__(self) -> None:
@@ -124,12 +124,12 @@ class _Table:
         self.values[:, rows, column] = (share, held, demand, slack, refused, refused_at, np.full(len(rows), now))
 
     def sums(self, rows: Sequence[int], column: int, most: _Numbers, are_slots: _Flags, *, now: float) -> list[_Sums]:
-        """Return each limit's values for one process and its sums over all processes. `most` holds the limits."""
+        """Return each limit's values for one process, and its sums over all processes. `most` holds the limits."""
         values = self.values[:, rows]
         share, held, slack = values[self.SHARE], values[self.HELD], values[self.SLACK]
         silent_s = self._silent_s(values)
         asks = np.maximum(self._demand_now(values), np.where(are_slots[:, None], held, 0.0))
-        # The bucket of a process without demand fills up.
+        # A process without demand does not report the limit, but its bucket refills.
         full = share * most[:, None]
         has = np.maximum(held, np.minimum(full, held + silent_s * full / 60))
         taken = np.maximum(share, held)
@@ -143,9 +143,9 @@ class _Table:
         return list(starmap(_Sums, np.array(columns).T.tolist()))
 
     def whole_slots(self, row: int, column: int, sums: _Sums, most: int) -> int:
-        """Return one process's slots when all parts are rounded to whole numbers that add up to `most`.
+        """Return one process's slots, after rounding all parts to whole numbers that add up to `most`.
 
-        Each part is rounded down. The parts that lose most by this receive one more slot (largest remainder method).
+        By the largest remainder method, each part is rounded down, and the parts that lost most receive one more slot.
         """
         values = self.values[:, row]
         slack, asks = values[self.SLACK], np.maximum(self._demand_now(values), values[self.HELD])
@@ -156,18 +156,18 @@ class _Table:
         return int(whole[column]) + int(before < most - int(whole.sum()))
 
     def _silent_s(self, values: _Numbers) -> _Numbers:
-        """Return for how many seconds each process's reports have left out the limits, without demand for them."""
+        """Return the seconds for which each process's reports have omitted the limits, because there was no demand."""
         silent_s: _Numbers = np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
         return silent_s
 
     def _demand_now(self, values: _Numbers) -> _Numbers:
-        """Return the reported demand, decayed until each process's last report."""
+        """Return the reported demand, decayed to the time of each process's last report."""
         demand: _Numbers = values[self.DEMAND] * np.exp(-self._silent_s(values) / _DEMAND_S)
         return demand
 
 
 def _of_others(values: _Numbers, column: int) -> _Numbers:
-    """Return the sums of the rows without one column. Subtracting from the whole sum would add a rounding error."""
+    """Return the row sums without one column. Subtracting the column from full sums would add rounding errors."""
     others: _Numbers = values[:, :column].sum(1) + values[:, column + 1 :].sum(1)
     return others
 
@@ -178,23 +178,23 @@ class _Sums(NamedTuple):
     share: float
     held: float
     demand: float
-    asks: float  # demand per minute, decayed to now; for SLOTS a number of slots, at least the used ones
+    asks: float  # demand per minute, decayed to now; for SLOTS, a number of slots, at least those in use
     slack: float
     refused: float
-    held_by_all: float  # now
+    held_by_all: float  # includes the refill of buckets since they were last reported
     shared_by_others: float
-    asked_of_sharing: float  # demand on the processes with slack
+    asked_of_sharing: float  # demand of the processes with slack
     asked_of_all: float
     slack_of_all: float
-    taken_by_others: float  # SLOTS only: sum over the other processes of max(part, used slots)
-    waiting_elsewhere: float  # SLOTS only: number of requests that wait in other processes
+    taken_by_others: float  # for SLOTS, the sum over the other processes of max(part, slots in use)
+    waiting_elsewhere: float  # for SLOTS, the number of requests that are waiting in other processes
 
     def part(self, most: float) -> float:
         """Return this process's part, from 0 to 1."""
         return self.part_of(self.asks, self.slack, most)
 
     def part_of(self, asks: _NumberOrNumbers, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
-        """Return the part by demand, plus a part of the rest by slack. Processes without slack are served last."""
+        """Return the part by demand, plus a part of the remainder by slack. Processes without slack are served last."""
         sharing = asks / max(self.asked_of_sharing, most) + self.slack_part_of(slack, most)
         left = max(0.0, 1 - self.asked_of_sharing / most)
         last = left * asks / (max(self.asked_of_all - self.asked_of_sharing, left * most) or 1.0)
@@ -202,32 +202,32 @@ class _Sums(NamedTuple):
         return part
 
     def slack_part_of(self, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
-        """Return a process's part of the amount that no process asks for, by slack."""
+        """Return a process's part, by slack, of the amount that no process requests."""
         return max(0.0, 1 - self.asked_of_all / most) * slack / (self.slack_of_all or 1.0)
 
     def is_short(self, share: float, most: float, *, held: float) -> bool:
-        """Whether the process has refused requests, or may soon refuse some, although others hold the amount."""
+        """Whether the process has refused requests, or may soon have to, while other processes hold the amount."""
         is_small = share < self.slack_part_of(self.slack, most) / 2
         return self.refused > 0 or is_small or held < self.demand * _AHEAD_S / 60
 
     def should_have(self, share: float, held: float, spare: float, most: float) -> float:
-        """Return how much of `held` + `spare`, the amount in all processes, this process should hold."""
+        """Return how much of the whole amount (`held` + `spare`) this process should hold."""
         target = share * max(0.0, held + spare)
         at_once = min(self.refused, most * (1 - ROUNDING))
         if target < at_once and share < 1 - ROUNDING:
-            # The target is too small for the smallest refused request. The process receives this request's amount, or
-            # leaves everything to other processes if the spare amount is too small.
+            # The target is too small for the smallest refused request. The process should hold that request's amount,
+            # or nothing if the spare amount is too small for the request.
             target = at_once if spare + self.held >= at_once else 0.0
         return target
 
 
 class Shares:
-    """The parts of all limits, as the owner assigns them. Used by one thread."""
+    """Assigns the parts of all limits in the owner. Use it in one thread only."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began_at: float | None = None  # time of the first report
-        self._is_settled = False  # whether all processes have reported, or had time for it
+        self._is_settled = False  # whether all processes have reported or have had time to
         self._processes: dict[str, _Process] = {}  # the live processes
         self._num_expected = 0
         self._limits: dict[LimitId, _Limit] = {}
@@ -237,7 +237,7 @@ class Shares:
         self._moving: dict[LimitId, _Limit] = {}  # limits whose parts are changing, in the order of `moves_until`
 
     def answer(self, report: UsageReport, answer: UsageAnswer) -> UsageAnswer:
-        """Return the ledger's answer, completed with the process's parts and the other processes' reservations."""
+        """Complete the ledger's answer to a report with the process's parts and the other processes' reservations."""
         now, is_new = self._clock(), report.process not in self._processes
         process = self._hear(report, now)
         shares = self._exchange(report, process, answer.totals, now)
@@ -259,7 +259,7 @@ class Shares:
         return reduce(BudgetTotals.plus, (each for name, each in reserved.items() if name != but), used)
 
     def _hear(self, report: UsageReport, now: float) -> _Process:
-        """Record a live process and its reservations, and remove processes that have been silent for `LEASE_S`."""
+        """Record a process's report and reservations, and remove processes that have been silent for `LEASE_S`."""
         process = self._processes.get(report.process)
         if process is None:
             process = self._processes[report.process] = _Process(now, self._table.new_column())
@@ -286,7 +286,7 @@ class Shares:
     def _exchange(
         self, report: UsageReport, process: _Process, used: Mapping[str, BudgetTotals], now: float
     ) -> dict[LimitId, Share]:
-        """Return a process's parts; empty while other processes may use parts that this owner does not know yet.
+        """Return a process's parts, or none while other processes may use parts that they have not reported yet.
 
         `used` holds the ledger's totals for each key with budgets.
         """
@@ -295,7 +295,7 @@ class Shares:
             self._began_at = now
         self._num_expected = max(self._num_expected, report.num_processes)
         if report.has_all_limits:
-            # The process leaves the limits of removed or changed keys. A report for a dead process leaves all limits.
+            # Release the parts of removed or changed limits. A report for a dead process releases all of its parts.
             self._leave(name, self._limits.keys() - uses.keys())
         limits = [self._limits.get(each) or self._new_limit(each, now) for each in uses]
         for limit in limits:
@@ -342,7 +342,7 @@ class Shares:
                 del self._limits[limit_id]
 
     def _move(self, limit_id: LimitId, limit: _Limit) -> None:
-        """Mark a limit whose parts will change, so that its members are asked to report even without changes."""
+        """Mark a limit as changing, so that its members are asked to report it even if it is unchanged there."""
         limit.moves_until = self._clock() + _MOVING_S
         self._moving.pop(limit_id, None)
         self._moving[limit_id] = limit
@@ -370,22 +370,22 @@ class Shares:
         return _given_of_bucket(limit, sums, limit_id.limit, now)
 
     def _given_of_slots(self, limit: _Limit, process: str, sums: _Sums, most: int) -> _Given:
-        """Return the process's new slots, as `_given_of_bucket` does for rates. Free slots go to waiting requests."""
+        """Return the process's new number of slots. Free slots go to waiting requests."""
         part = most * sums.part(most)
         if math.floor(part) <= sums.share <= math.ceil(part):
             slots = sums.share
         else:
             slots = float(self._table.whole_slots(limit.row, self._processes[process].column, sums, most))
         if slots < sums.share <= (1 + _INDIFFERENT) * slots:
-            slots = sums.share  # a small change does not pay off, because no process can use a slot while it moves
+            slots = sums.share  # a small change is not worth it, because no process can use a slot while it moves
         needed = sums.held + sums.refused
         asked = needed if sums.waiting_elsewhere else max(slots, needed)
         if sums.waiting_elsewhere and sums.held > slots:
-            # The process's own requests would take every slot that becomes free, and other processes' requests would
-            # wait forever. Its surplus slots therefore move to other processes one by one.
+            # Move the process's surplus slots to other processes one by one. Otherwise its own requests would take
+            # every slot that becomes free, and requests in other processes would wait forever.
             asked = max(slots, sums.held - 1)
         slots = max(0.0, min(asked, most - sums.taken_by_others))
-        # A slot that is taken away may be in use again, so another process receives it only after the next report.
+        # A withdrawn slot may be in use again, so another process receives it only after this process's next report.
         share = Share(slots, elsewhere=sums.waiting_elsewhere)
         return _Given(share, max(slots, sums.share), sums.held, slots < needed)
 
@@ -396,7 +396,7 @@ class _Given(NamedTuple):
     share: Share
     has_share: float
     stored_held: float
-    is_short: bool  # whether the part is smaller than it should be, because other processes hold the rest
+    is_short: bool  # whether the part is smaller than it should be because other processes hold the rest
 
 
 def _given_of_bucket(limit: _Limit, sums: _Sums, most: float, now: float) -> _Given:
@@ -420,7 +420,7 @@ def _given_of_budget(sums: _Sums, left: float) -> _Given:
     held = sums.held_by_all
     share = sums.part(left) if left > 0 else 0.0
     given = min(sums.should_have(share, held, left - held, left) - sums.held, left - held)
-    # The process may have reserved the amount that is taken away, so others receive it only after the next report.
+    # The process may have reserved a withdrawn amount, so other processes receive it only after its next report.
     has = sums.held + max(0.0, given)
     is_short = left > 0 and sums.is_short(has / left, left, held=has)
     return _Given(Share(share, given), sums.share, has, is_short)

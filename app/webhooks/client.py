@@ -1,4 +1,4 @@
-"""Sends a message to its receiver, in one request to a checked address, without redirects and within a time limit."""
+"""Sends a message to its receiver in one request to a checked address, without redirects and with a time limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from app.webhooks.signature import SigningKey
 # Returns the entries of `getaddrinfo` for a host and a port. Blocks.
 LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
-TIMEOUT_S = 10.0  # limits one attempt; Standard Webhooks asks receivers to answer before they do any work
+TIMEOUT_S = 10.0  # of one attempt; Standard Webhooks asks receivers to answer before they do any work
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
 
@@ -54,7 +54,7 @@ class WebhookMessage:
 
 
 class DeliveryFailed(Exception):
-    """Raised when a message probably did not arrive. `is_final`: another attempt would fail as well."""
+    """Raised if a message was probably not delivered. `is_final` means that another attempt would fail as well."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -75,20 +75,20 @@ class WebhookClient:
     ) -> None:
         """`allowed_networks` come from the settings. An attempt may take at most `timeout_s` seconds.
 
-        `tls` checks the host's certificate and name. The default context trusts the system's authorities.
+        `tls` verifies the host's certificate and name. The default context trusts the system's certificate authorities.
         """
         self.timeout_s = timeout_s
         self._gate = AddressGate(allowed_networks)
         self._operators_gate = AddressGate(allowed_networks, is_operators=True)
         self._tls = tls or ssl.create_default_context()
         self._look_up = look_up
-        # There are enough threads for all attempts that begin while the system waits for a name server. A name server
-        # that is slow on purpose therefore delays no other message.
+        # These are enough threads for all attempts that start while the system waits for a name server, so that a name
+        # server that is slow on purpose cannot delay other messages.
         num_look_up_threads = 64
         self._threads = ThreadPoolExecutor(num_look_up_threads, thread_name_prefix="webhook-names")
 
     def check(self, receiver: WebhookReceiver) -> None:
-        """Raise InvalidRequest if nothing may be sent to the receiver's URL or its secret is invalid."""
+        """Raise InvalidRequest if the receiver's URL is certainly forbidden or its secret is invalid."""
         parse_url(receiver.url, self._gate)
         SigningKey.parse(receiver.secret)
 
@@ -179,6 +179,6 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ForbiddenAddress):
-            return "the host's name leads to an address that is not a public one"
+            return "the host name resolves to an address that is not public"
         cause = getattr(cause, "os_error", None) or cause.__cause__
     return f"the connection failed ({type(error).__name__})"

@@ -1,4 +1,4 @@
-"""Sends the messages about ended batches until they arrive or are given up, and resumes after a crash."""
+"""Sends the messages about ended batches, retries failed messages for a day, and resumes after a crash."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrySchedule:
-    """When failed attempts are repeated. A service has no reason to change these times; tests use shorter pauses."""
+    """When failed attempts are retried. Services have no reason to change these times; tests use shorter pauses."""
 
     first_pause_s: float = 5.0  # long enough for a receiver to restart
     max_pause_s: float = 3600.0  # a receiver that was down for long receives its messages within an hour
-    give_up_after_s: float = 86_400.0  # a day, which is also the time that a batch may take
+    give_up_after_s: float = 86_400.0  # a day, which is also the time limit of a batch
 
     def pause_s(self, num_attempts: int, rng: random.Random) -> float:
         """Return the pause after `num_attempts` failed attempts, in seconds. The pause doubles up to `max_pause_s`.
 
-        It is shortened randomly to between half and all of that, so that messages that failed together spread out.
+        It is then multiplied by a random factor from 0.5 to 1, to spread out messages that failed together.
         """
         whole = min(self.first_pause_s * 2.0 ** min(num_attempts - 1, 64), self.max_pause_s)
         return whole * rng.uniform(0.5, 1.0)
 
 
 class WebhookDispatcher:
-    """Sends each message when its batch ends, and again after each pause."""
+    """Sends each message when its batch ends, and again after a pause if an attempt fails."""
 
     def __init__(
         self,
@@ -50,10 +50,7 @@ class WebhookDispatcher:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        """Use `outbox` in `thread` only. `config` names the default receiver. `clock` returns seconds since 1970.
-
-        `rng` spreads the attempts over time.
-        """
+        """Use `outbox` in `thread` only. `clock` returns seconds since 1970, and `rng` randomizes pauses."""
         self._outbox = outbox
         self._thread = thread
         self._client = client
@@ -66,7 +63,7 @@ class WebhookDispatcher:
         self.num_attempts = self.num_delivered = self.num_given_up = 0  # counts of this process
 
     def wake(self) -> None:
-        """Check now whether a message is due."""
+        """Make `work` check immediately whether a message is due."""
         self._woken.set()
 
     async def work(self) -> None:
@@ -77,14 +74,14 @@ class WebhookDispatcher:
                 try:
                     sleep_s = await self._send_due(group)
                 except STORAGE_FAILURES as error:
-                    logger.error("the storage failed; webhooks wait for it: %s", described(error))
+                    logger.error("the storage failed; no webhooks are sent until it works again: %s", described(error))
                     sleep_s = STORAGE_PAUSE_S
                 with suppress(TimeoutError):
                     async with asyncio.timeout(sleep_s):
                         await self._woken.wait()
 
     async def _send_due(self, group: asyncio.TaskGroup) -> float:
-        """Start sending the messages that are due. Returns how many seconds to wait before the next call."""
+        """Start to send the messages that are due. Returns the number of seconds to wait before the next call."""
         max_at_once = 16
         room = max_at_once - self._being_sent.total()
         max_sleep_s = 60.0
@@ -119,7 +116,7 @@ class WebhookDispatcher:
         except Exception as error:
             attempt, stack = message.num_attempts, traceback_of(error)
             logger.error("webhook %s of %s: attempt %d: %s", message.id, message.batch_id, attempt, stack)
-            await self._failed(message, DeliveryFailed("this server failed on it; its log has the reason"))
+            await self._failed(message, DeliveryFailed("the server failed to send it; see its log for why"))
         else:
             logger.info("webhook %s of %s: delivered at attempt %d", message.id, message.batch_id, message.num_attempts)
             self.num_delivered += 1
@@ -129,14 +126,14 @@ class WebhookDispatcher:
         pause = self._retries.pause_s(message.num_attempts, self._rng)
         next_at = self._clock() + pause
         is_late = next_at > message.ended_at + self._retries.give_up_after_s
-        max_attempts = 1000  # counts attempts that a crash has interrupted, which the schedule does not limit
+        max_attempts = 1000  # includes attempts that a crash has interrupted, which the schedule does not limit
         if failure.is_final or is_late or message.num_attempts >= max_attempts:
-            logger.warning("webhook %s of %s: given up: %s", message.id, message.batch_id, failure.reason)
+            logger.warning("webhook %s of %s: will not be retried: %s", message.id, message.batch_id, failure.reason)
             self.num_given_up += 1
             await self._thread.run(self._outbox.end, message, DeliveryState.GIVEN_UP, failure.reason)
             return
         logger.info(
-            "webhook %s of %s: attempt %d failed, the next in %.0f s: %s",
+            "webhook %s of %s: attempt %d failed; retrying in %.0f s: %s",
             message.id, message.batch_id, message.num_attempts, pause, failure.reason,
         )  # fmt: skip
         await self._thread.run(self._outbox.put_off, message, next_at, failure.reason)
@@ -149,5 +146,5 @@ class WebhookDispatcher:
         except (OSError, ValueError):
             raise DeliveryFailed("the file with the secret cannot be read") from None
         if receiver is None:
-            raise DeliveryFailed("there is no default receiver any more", is_final=True)
+            raise DeliveryFailed("the settings no longer name a default receiver", is_final=True)
         return receiver

@@ -29,7 +29,7 @@ class DeliveryState(StrEnum):
 
 
 class WebhookOutbox:
-    """The table of messages. `add` and `batch_ended` are parts of the transaction that changes the batch."""
+    """The table of messages. Call `add` and `batch_ended` inside the transaction that changes the batch."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Callable[[], AbstractContextManager[None]]) -> None:
         """`transaction` begins a transaction in the catalog and raises OSError if this process may not write."""
@@ -37,7 +37,7 @@ class WebhookOutbox:
         self._transaction = transaction
 
     def add(self, batch_id: str, receiver: WebhookReceiver | None) -> None:
-        """Add a new batch's message to `receiver` (None for the default receiver). Call inside a transaction."""
+        """Add the message for a new batch. `receiver` is None for the default receiver."""
         url, secret = (receiver.url, receiver.secret) if receiver else (None, None)
         self._connection.execute(
             "INSERT INTO messages (batch_id, id, url, secret, state, num_attempts) VALUES (?, ?, ?, ?, ?, 0)",
@@ -45,7 +45,7 @@ class WebhookOutbox:
         )
 
     def batch_ended(self, batch_id: str, status: str, at: int) -> None:
-        """Make the message of an ended batch due, if it has one. Call inside a transaction."""
+        """Make an ended batch's message due, if it has one."""
         self._connection.execute(
             "UPDATE messages SET state = ?, event = ?, ended_at = ?, due_at = ? WHERE batch_id = ? AND state = ?",
             (DeliveryState.PENDING.value, f"batch.{status}", at, at, batch_id, DeliveryState.WAITING.value),
@@ -54,8 +54,8 @@ class WebhookOutbox:
     def take(self, now: float, until: float, limit: int, being_sent: Mapping[str, int]) -> list[WebhookMessage]:
         """Return at most `limit` due messages, count an attempt for each, and make them due again at `until`.
 
-        Owners with the fewest messages in `being_sent` go first, so that no owner waits behind all of another's
-        messages. Attempts are counted in advance, so that a message whose attempts crash the process is given up.
+        Owners with the fewest messages in `being_sent` go first, so that no owner waits for all messages of another.
+        Attempts are counted in advance, so that messages whose attempts crash the process are not retried forever.
         """
         with self._transaction():
             due = self._connection.execute(
@@ -75,7 +75,7 @@ class WebhookOutbox:
         return [_message(row, owners[row["batch_id"]]) for row in rows]
 
     def num_pending(self) -> int:
-        """Return the number of messages about ended batches that are still to be sent, now or later."""
+        """Return the number of messages about ended batches that will be sent now or later."""
         query = "SELECT count(*) FROM messages WHERE state = ?"
         [number] = self._connection.execute(query, (DeliveryState.PENDING.value,)).fetchone()
         return int(number)
@@ -86,7 +86,7 @@ class WebhookOutbox:
         return None if due_at is None else float(due_at)
 
     def put_off(self, message: WebhookMessage, until: float, reason: str) -> None:
-        """Schedule another attempt at `until`, because one has failed for this reason."""
+        """Schedule another attempt at `until`, after one failed for this reason."""
         with self._transaction():
             self._connection.execute(
                 "UPDATE messages SET due_at = ?, reason = ? WHERE batch_id = ?", (until, reason, message.batch_id)

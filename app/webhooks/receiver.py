@@ -1,4 +1,4 @@
-"""Receivers of messages: the receiver that a batch names, or the default receiver in the settings."""
+"""Receivers of messages, which are named by batches, or by the settings as a default."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class WebhookReceiver:
 
 
 def default_receiver(config: WebhooksConfig) -> WebhookReceiver | None:
-    """Return the receiver in the settings, or None. Reads the secret's file at each call, because it may change.
+    """Return the receiver in the settings, or None. Reads the secret's file on each call, because it may change.
 
     Raises OSError or ValueError if the file cannot be read.
     """
     if config.url is None:
         return None
-    assert config.secret_file is not None, "url and secret_file go together"
+    assert config.secret_file is not None, "url and secret_file belong together"
     secret = Path(config.secret_file).expanduser().read_text(encoding="ascii").strip()
     return WebhookReceiver(url=config.url, secret=secret)
 
 
 def check_default(config: WebhooksConfig) -> None:
-    """Raise InvalidSetup if nothing can be sent to the default receiver. The error names the setting."""
+    """Raise InvalidSetup if the default receiver is invalid. The error names the setting."""
     try:
         receiver = default_receiver(config)
         if receiver is not None:
@@ -44,4 +44,4 @@ def check_default(config: WebhooksConfig) -> None:
     except OSError as error:
         raise InvalidSetup(f"batches.webhooks.secret_file: {config.secret_file}: {error.strerror}") from None
     except ValueError:
-        raise InvalidSetup(f"batches.webhooks.secret_file: {config.secret_file}: is not a text file") from None
+        raise InvalidSetup(f"batches.webhooks.secret_file: {config.secret_file}: is not ASCII text") from None

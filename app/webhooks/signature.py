@@ -15,7 +15,7 @@ MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64  # as the specification recommends
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """The key that is shared with one receiver."""
+    """The secret key that the service shares with one receiver."""
 
     _key: bytes = field(repr=False)
 
@@ -29,8 +29,8 @@ class SigningKey:
             key = b""
         if not secret.startswith(prefix) or not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
             raise InvalidRequest(
-                f"webhook.secret should be {prefix!r} and {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes in "
-                f"base64",
+                f"webhook.secret must be {prefix!r}, followed by {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes "
+                f"in base64",
                 param="webhook.secret",
             )
         return cls(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from app.jobs.items import RowSettings
 from app.model.location import is_local
 from deployments.cli import positive
 from deployments.launcher.trial import named_model
-from deployments.serve.settings import parse, read_serve_file
+from deployments.serve.settings import mistakes_of_model, parse, read_serve_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +104,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _served(config: Path | None, model: str | None) -> ServedModelConfig:
-    """Return the model to run. Raises InvalidSetup if the config has several models and `model` is None."""
-    applications = [parse({})] if config is None else list(read_serve_file(config).applications.values())
-    models = {served.name: served for application in applications for served in application.models}
-    if model in models:
-        return models[model]
+    """Return the model to run. Raises InvalidSetup for mistakes in its files, or if `model` is None and there are
+    several models."""
+    found = [("models[0]", parse({}).models[0])] if config is None else read_serve_file(config).models
+    models = {served.name: (where, served) for where, served in found}
     if model is None and len(models) > 1:
         raise InvalidSetup(f"{config}: has the models {', '.join(models)}; choose one with --model")
-    first = next(iter(models.values()))
-    if model is None:
-        return first
-    return first.with_setting("name", model).with_setting("engine.model.path", named_model(model))
+    where, served = models.get(model or "", found[0])
+    if model is not None and model not in models:
+        served = served.with_setting("name", model).with_setting("engine.model.path", named_model(model))
+    if mistakes := mistakes_of_model(where, served, are_all_here="RAY_ADDRESS" not in os.environ):
+        raise InvalidSetup("\n".join(mistakes))
+    return served
 
 
 def _temperature(text: str) -> float:

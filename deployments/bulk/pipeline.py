@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -20,7 +20,7 @@ from app.api.output.readouts import ReadoutWriter
 from app.batches import ItemResponse
 from app.config import ApiConfig, ServedModelConfig
 from app.engine.request import ModelInfo, Request, TokenDelta
-from app.jobs.input_files import InputRows, read_piece
+from app.jobs.input_files import InputPiece, InputRows, read_piece
 from app.jobs.items import RowSettings, item_of
 from app.jobs.job import InvalidItem, Item
 from app.jobs.results import ItemSet
@@ -50,16 +50,16 @@ def prepared_items(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    pieces = ray.data.from_items([{"piece": piece} for piece in open_pieces], override_num_blocks=len(open_pieces))
-    prepared = pieces.map_batches(
+    numbers = ray.data.range(len(open_pieces), override_num_blocks=len(open_pieces))
+    prepared = numbers.map_batches(
         ItemPreparer,
-        fn_constructor_args=(how, ended.to_bytes()),
+        fn_constructor_args=(how, open_pieces, ended.to_bytes()),
         batch_size=1,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
         num_cpus=0,  # reserves nothing: engines that fill the cluster would otherwise block their own input
     )
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray Data raises its errors here as well
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray Data also raises its errors here
     for batch in prepared.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
         yield list(batch["prepared"])
 
@@ -73,8 +73,9 @@ def max_preparers() -> int:
 class ItemPreparer:
     """Reads pieces of the input and tokenizes their rows, in one process of Ray Data's actor pool."""
 
-    def __init__(self, how: Preparation, ended: bytes) -> None:
+    def __init__(self, how: Preparation, pieces: Sequence[InputPiece], ended: bytes) -> None:
         self._how = how
+        self._pieces = pieces
         self._ended = ItemSet.from_bytes(ended)
         self._handler: RequestHandler | None = None  # created on first use: this process starts beside the engines
 
@@ -84,8 +85,8 @@ class ItemPreparer:
         except RayError:  # the engine that loads the model info died; the next pass asks another engine
             return
         items_in_a_piece = 128
-        for piece in batch["piece"]:
-            rows = (row for row in read_piece(piece) if row.number not in self._ended)
+        for number in batch["id"]:
+            rows = (row for row in read_piece(self._pieces[number]) if row.number not in self._ended)
             while some := [item_of(row, self._how.rows, BULK_URLS) for row in islice(rows, items_in_a_piece)]:
                 prepared = asyncio.run(_prepared(some, handler))
                 column = numpy.empty(len(prepared), dtype=object)

@@ -105,7 +105,7 @@ class EnginePool(Executor[PreparedItem]):
         try:
             await model_info
         except RayTaskError as error:
-            raise InvalidSetup(f"the model cannot be loaded: {_reason(error)}") from error
+            raise InvalidSetup(f"the model cannot be loaded: {reason(error)}") from error
         except RayError:
             self._model_info = None if self._model_info is model_info else self._model_info
             raise
@@ -153,7 +153,7 @@ class EnginePool(Executor[PreparedItem]):
     def _lose(self, number: int, error: Exception) -> None:
         self._num_deaths_in_a_row += 1
         num_items = len(self._backlog.items_on(number))
-        logger.warning("engine %d is lost; its %d items return to the backlog: %s", number, num_items, _reason(error))
+        logger.warning("engine %d is lost; its %d items return to the backlog: %s", number, num_items, reason(error))
         loss = self._backlog.lose(number)
         self._run.lost(loss)
         if loss.given_up:
@@ -162,7 +162,7 @@ class EnginePool(Executor[PreparedItem]):
         if self._num_deaths_in_a_row > max_deaths_in_a_row:
             raise Failure(
                 f"{self._num_deaths_in_a_row} engines died one after the other and finished no item; the last error: "
-                f"{_reason(error)}. The results so far are stored: repair the cause, then resume with --resume"
+                f"{reason(error)}. The results so far are stored: repair the cause, then resume with --resume"
             )
 
 
@@ -196,7 +196,8 @@ class EngineActor:
         return self._worker.collect(at_least=at_least, within_s=within_s)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return the first line of an error's message, or of its cause if Ray passed the error on."""
     cause = getattr(error, "cause", None)
     lines = str(cause or error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

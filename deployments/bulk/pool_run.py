@@ -20,7 +20,7 @@ from app.jobs.runner import JobRun, ReadingBroke, RunProgress, read_in_thread
 from app.model.location import resolve_model_path
 from deployments.bulk.engine_worker import PreparedItem
 from deployments.bulk.pipeline import Preparation, prepared_items
-from deployments.bulk.pool import EnginePool
+from deployments.bulk.pool import EnginePool, reason
 from deployments.launcher.own_cluster import start_own_cluster
 
 
@@ -68,8 +68,10 @@ def _until_it_breaks(
 ) -> Generator[list[PreparedItem | InvalidItem], None, None]:
     try:
         yield from pieces
+    except InvalidSetup as error:  # Ray makes its errors instances of their causes
+        raise InvalidSetup(reason(error)) from error
     except ray.exceptions.RayError as error:
-        raise ReadingBroke(str(error).strip().splitlines()[-1]) from error
+        raise ReadingBroke(reason(error)) from error
 
 
 def _join_or_start_ray(replicas: ReplicasConfig) -> None:

@@ -42,7 +42,7 @@ def roll_out(path: Path, lines: StatusLines) -> NoReturn:
         _say(f"Warning: {too_many}")
     check_gpus(config)
     try:
-        deploy(ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        deploy(_schema(path, config))
     except RayError as error:
         if "already in use" in str(error).lower():
             check_port(config, path)  # raises if a process has taken the port since the launcher checked it
@@ -50,6 +50,13 @@ def roll_out(path: Path, lines: StatusLines) -> NoReturn:
     _wait_until_ready(config, lines, Path(os.environ[progress.FOLDER]))
     _say(_welcome(config, lines.elapsed_s))
     _report_changes()
+
+
+def _schema(path: Path, config: ServeFile) -> ServeDeploySchema:
+    """Return the config for Serve. Without a host, the service listens on this machine only, unlike `serve run`."""
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    schema.http_options.host = config.host
+    return schema
 
 
 def check_gpus(config: ServeFile) -> None:

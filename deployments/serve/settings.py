@@ -30,6 +30,7 @@ from app.config.checks import check_branches
 from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup
 from app.fleet.dispatch import Group, groups_of_roles
+from app.model.description import is_encoder
 from app.model.foreseen import check_model, check_path
 from app.model.location import existing_place
 from app.model.simulated import SimulatedCosts
@@ -207,6 +208,10 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
         with mistakes.noted(f"{where}.adapters.{name}"):
             if not may_be_elsewhere(path):
                 check_path(path)
+    place = existing_place(engine.model.path)
+    if not mistakes and served.pooling == "cls" and engine.model.simulated is None and place is not None:
+        with mistakes.noted(where):
+            _check_first_token(served, generates=place.is_file() or not is_encoder(engine.model, str(place)))
     return mistakes
 
 
@@ -356,9 +361,16 @@ def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | Non
         return None
     if model.pooling == "auto":
         return Pooling(model_info.pooling or Pooling.LAST)
-    if model.pooling == "cls" and model_info.generates:
-        raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
+    _check_first_token(model, generates=model_info.generates)
     return Pooling(model.pooling)
+
+
+def _check_first_token(model: ServedModelConfig, *, generates: bool) -> None:
+    """Raise InvalidSetup if embeddings are those of the first token, but this token sees no other token."""
+    if model.pooling == "cls" and generates:
+        raise InvalidSetup(
+            f"pooling of {model.name}: got cls, the first token, which sees the whole text only in an encoder; use last"
+        )
 
 
 def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:

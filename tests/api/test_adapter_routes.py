@@ -157,7 +157,7 @@ def test_a_step_may_name_an_adapter_which_is_then_as_it_is_served_now(tokenizer:
     adapted.service.call("DELETE", "/admin/adapters/sql")
     gone = adapted.service.call("POST", "/v1/completions", body)
     assert (gone.status, gone.json["error"]["code"]) == (404, "model_not_found")
-    assert "the adapter 'sql' of demo is not served now" in gone.json["error"]["message"]
+    assert "the adapter 'sql' of demo is no longer served" in gone.json["error"]["message"]
 
 
 def test_an_adapter_of_another_model_does_not_take_its_place_in_a_pipeline(tokenizer: Tokenizer) -> None:

@@ -79,11 +79,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "valid integer"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
         ({"ignore_eos": "yes"}, "ignore_eos", "valid boolean"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream: true"),
-        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, which is less than n: 3"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options requires stream: true"),
+        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, less than n (3)"),
         ({"best_of": 129}, "best_of", "best_of is 129; this server accepts at most 128"),
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
-        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs: true"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs requires logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "this server accepts at most 20"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
         ({"logprobs": 3}, "logprobs", "valid boolean"),
@@ -115,7 +115,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         (
             {"messages": [USER, USER | {"content": [{"type": "text", "text": "Hi"}, {"type": "input_audio"}]}]},
             "messages[1].content",
-            "has audio at 1, in a part of type 'input_audio'; this service computes text only",
+            "has audio at 1, in a part of type 'input_audio'; this service supports only text",
         ),
         ({"messages": [USER | {"content": [{"type": "video_url"}]}]}, "messages[0].content", "has a video at 0, in"),
         ({"messages": [USER | {"content": [{"type": "file"}]}]}, "messages[0].content", "has a file at 0, in"),
@@ -127,7 +127,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "match pattern"),
         ({"tools": [TOOL] * 129}, "tools", "at most 128"),
         ({"tools": [TOOL]}, "tools", "format of this model's tool calls is unknown"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice requires tools"),
         ({"tool_choice": "sometimes"}, "tool_choice", "should be none, auto, required or an object"),
         ({"tool_choice": 5}, "tool_choice", "should be none, auto, required or an object"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "type: f"),
@@ -139,18 +139,18 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ],
     "completions": [
-        ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": ""}, "prompt", "prompt has no tokens"),
         ({"prompt": []}, "prompt", "should be a string"),
-        ({"prompt": [[]]}, "prompt", "prompt is empty"),
-        ({"prompt": ["Hi", ""]}, "prompt", "prompt is empty"),
+        ({"prompt": [[]]}, "prompt", "prompt has no tokens"),
+        ({"prompt": ["Hi", ""]}, "prompt", "prompt has no tokens"),
         ({"prompt": None}, "prompt", "prompt is required"),
-        ({"prompt": [1, "a"]}, "prompt", "should hold only"),
-        ({"prompt": [True]}, "prompt", "should hold only"),
-        ({"prompt": [[1.5]]}, "prompt", "should hold only"),
+        ({"prompt": [1, "a"]}, "prompt", "should contain only"),
+        ({"prompt": [True]}, "prompt", "should contain only"),
+        ({"prompt": [[1.5]]}, "prompt", "should contain only"),
         ({"prompt": {"a": 1}}, "prompt", "should be a string"),
         ({"prompt": [763]}, "prompt", "token id 763; this model's ids are 0 to 762"),
         ({"prompt": [[5], [-1]]}, "prompt", "token id -1"),
-        ({"prompt": ["a"] * 129}, "prompt", "prompt holds 129 prompts; this server accepts 128"),
+        ({"prompt": ["a"] * 129}, "prompt", "prompt contains 129 prompts; this server accepts 128"),
         ({"prompt": ["Hi"] * 20, "n": 16}, "n", "20 prompts with n of 16 make 320 choices; this server accepts 128"),
         ({"prompt": ["Hi"] * 20, "best_of": 16}, "best_of", "20 prompts with best_of of 16 make 320 choices"),
         ({"logprobs": 21}, "logprobs", "logprobs is 21; this server accepts at most 20"),
@@ -163,9 +163,13 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "responses": [
         ({"store": True}, "store", "send the whole conversation as input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "needs a service that stores files and batches"),
+        (
+            {"previous_response_id": "resp_1"},
+            "previous_response_id",
+            "requires a service that stores files and batches",
+        ),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
-        ({"background": True}, "background", "needs store: true"),
+        ({"background": True}, "background", "requires store: true"),
         ({"n": 2}, "n", "not supported"),
         ({"max_tokens": 5}, "max_tokens", "not supported"),
         ({"truncation": "middle"}, "truncation", "should be 'auto' or 'disabled'"),
@@ -188,7 +192,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
             "of that type: f",
         ),
         ({"tools": [RESPONSES_TOOL]}, "tools", "format of this model's tool calls is unknown"),
-        ({"tools": [NAMESPACE, NAMESPACE]}, "tools", "'n.f', which another tool has"),
+        ({"tools": [NAMESPACE, NAMESPACE]}, "tools", "the full name 'n.f' of a tool in a namespace is in use"),
         ({"tools": [NAMESPACE | {"name": "n" * 127}]}, "tools", "exceeds 128 characters"),
         ({"tools": [NAMESPACE | {"tools": [RESPONSES_TOOL] * 65}] * 2}, "tools", "130 tools"),
         ({"top_logprobs": 3}, "top_logprobs", "send both"),
@@ -360,7 +364,7 @@ def test_among_several_models_one_must_be_named(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("a", "org/b"))
     answer = service.chat()
     assert (answer.status, answer.error["param"]) == (400, "model")
-    assert "model is required: this server has a, org/b" in answer.error["message"]
+    assert "model is required; this server has a, org/b" in answer.error["message"]
     assert service.chat(model="org/b").json["model"] == "org/b"
 
 
@@ -426,7 +430,7 @@ def test_no_bytes_give_a_5xx(service: Service) -> None:
             {"messages": [USER | {"content": [{"type": "text", "text": ""}] * 4097}]},
             r"messages\[0\].content has 4,097 parts; at most 4,096",
         ),
-        ("/v1/completions", {"prompt": [[1]] * 10_001}, "prompt holds 10,001 prompts; at most 10,000"),
+        ("/v1/completions", {"prompt": [[1]] * 10_001}, "prompt contains 10,001 prompts; at most 10,000"),
     ],
 )
 def test_what_takes_long_to_look_through_is_refused_at_once(

@@ -86,7 +86,7 @@ def test_a_model_without_labels_is_refused_by_its_name(words: Tokenizer, model_i
     service = Service(words, judge, model_info={"vocab_size": VOCAB_SIZE} | model_info)
     answer = classify(service)
     assert (answer.status, answer.error["param"]) == (400, "model")
-    assert answer.error["message"] == "the model 'demo' is no classifier; choose a model with labels"
+    assert answer.error["message"] == "the model 'demo' is not a classifier; choose a model with labels"
     assert not service.generate.requests
 
 
@@ -110,7 +110,11 @@ def test_a_classifier_says_where_it_answers(classifying: Service) -> None:
         ({"input": ["w4"] * 10_001}, "input", "10,001 texts; at most 10,000"),
         ({"input": " ".join(["w4"] * 19)}, "input", "a text of 21 tokens; this model accepts 20"),
         ({"input": "", "add_special_tokens": False}, "input", "without tokens"),
-        ({"truncate_prompt_tokens": 1, "input": "w4 w5"}, "truncate_prompt_tokens", "puts 2 tokens around each text"),
+        (
+            {"truncate_prompt_tokens": 1, "input": "w4 w5"},
+            "truncate_prompt_tokens",
+            "must be at least 2, because the tokenizer adds 2 tokens",
+        ),
         ({"messages": [{"role": "user", "content": "w4"}]}, "messages", "not supported"),
     ],
     ids=lambda value: str(value)[:40],

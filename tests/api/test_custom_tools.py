@@ -205,7 +205,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
         "tools of that type: none",
     ),
-    ({"tools": [custom(), {"type": "function", "function": {"name": "sql"}}]}, "tools", "of the same name"),
+    ({"tools": [custom(), {"type": "function", "function": {"name": "sql"}}]}, "tools", "with the same name"),
     ({"input": "Hi", "tools": [NO_DEFINITION]}, "tools[0].format.definition", "is required with the type grammar"),
     (
         {"input": "Hi", "tools": [flat()], "tool_choice": {"type": "function", "name": "sql"}},

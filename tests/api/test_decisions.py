@@ -197,7 +197,7 @@ def test_labels_that_the_tokenizer_joins_with_what_is_before_them_are_none() -> 
     service = Service(joining(":A"), likely, max_model_len=2000)
     param, message = refused(service, questions=[CHOICE | {"choices": [{"value": str(n)} for n in range(26)]}])
     assert param == "questions[0].choices"
-    assert "asks for 26 answers; the tokenizer of 'demo' has 25 labels of one token" in message
+    assert "requires 26 labels; the tokenizer of 'demo' has 25 that are one token" in message
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -209,7 +209,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content",
-        "has an image at 0, in a part of type 'input_image'; this service computes text only",
+        "has an image at 0, in a part of type 'input_image'; this service supports only text",
     ),
     ({"questions": []}, "questions", "has 0 items; 1 to 200 are accepted"),
     ({"questions": [PREDICATE] * 201}, "questions", "has 201 items; 1 to 200 are accepted"),
@@ -246,7 +246,7 @@ def test_a_question_that_does_not_fit_is_named_with_its_tokens(service: Service)
     param, message = refused(service, questions=[PREDICATE, PREDICATE | {"instructions": "3 " * 300}])
     assert param == "questions[1]"
     assert "tokens and questions[1] " in message
-    assert "this model accepts 199 tokens together" in message
+    assert "this model accepts 199 tokens in total" in message
     assert refused(service, input="3 " * 300)[0] == "input"
     assert refused(service, input="3 " * 100_000)[0] == "input"
 
@@ -255,7 +255,7 @@ def test_more_answers_than_labels_are_refused_with_the_numbers(service: Service)
     choices = [{"value": str(number)} for number in range(27)]
     param, message = refused(service, questions=[PREDICATE, CHOICE | {"choices": choices}])
     assert param == "questions[1].choices"
-    assert "asks for 27 answers; the tokenizer of 'demo' has 26 labels of one token" in message
+    assert "requires 27 labels; the tokenizer of 'demo' has 26 that are one token" in message
 
 
 def test_models_that_cannot_answer_are_refused(tokenizer: Tokenizer) -> None:

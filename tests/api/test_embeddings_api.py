@@ -133,7 +133,7 @@ def test_tokens_around_a_text_stay_when_it_is_cut() -> None:
         assert encoder.generate.requests[-1].prompt_token_ids == kept
     refused = ask(encoder, input="w5 w6 w7 w8 w9", truncate_prompt_tokens=1)
     assert (refused.status, refused.error["param"]) == (400, "truncate_prompt_tokens")
-    assert "is 1; the tokenizer puts 2 tokens around each text, so it must be at least 2" in refused.error["message"]
+    assert "is 1; it must be at least 2, because the tokenizer adds 2 tokens to each text" in refused.error["message"]
     assert ask(encoder, input="w5 w6 w7 w8 w9").error["code"] == "context_length_exceeded"
 
 
@@ -211,7 +211,7 @@ def test_all_texts_of_a_call_have_one_bound(tokenizer: Tokenizer, monkeypatch: p
         answer = service.call("POST", path, body)
         [param] = body
         assert (answer.status, answer.error["param"]) == (400, param)
-        assert f"at most 1,000 are accepted in one call; send less of {param}" in answer.error["message"]
+        assert f"at most 1,000 are accepted in one call; reduce {param}" in answer.error["message"]
     long = {"prompt": ["3 " * 500] * 8, "truncate_prompt_tokens": 5, "max_tokens": 1}
     assert service.call("POST", "/v1/completions", long).status != 400  # what is cut off does not count
 

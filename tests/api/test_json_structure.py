@@ -50,7 +50,7 @@ def test_what_is_in_strings_does_not_count(value: Any, ascii_only: bool, piece_b
 def test_too_many_lists_and_objects_are_refused_with_their_number(item: bytes) -> None:
     most = MAX_STRUCTURE // (2 if b":" in item else 1) - 1
     check_structure([b"[" + b",".join([item] * most) + b"]"], "the body")
-    with pytest.raises(InvalidRequest, match=r"the body: there are 60,00\d lists, objects and fields; at most 60,000"):
+    with pytest.raises(InvalidRequest, match=r"the body: 60,00\d lists, objects and fields; at most 60,000"):
         check_structure([b"[" + b",".join([item] * (most + 1)) + b"]"], "the body")
 
 
@@ -63,7 +63,7 @@ def test_too_many_values_are_refused_over_all_texts() -> None:
 
 def test_too_many_strings_are_refused() -> None:
     check_structure([b"[" + b",".join([b'"a"'] * MAX_STRINGS) + b"]"], "the body")
-    with pytest.raises(InvalidRequest, match="there are 125,001 strings; at most 125,000"):
+    with pytest.raises(InvalidRequest, match="125,001 strings; at most 125,000"):
         check_structure([b"[" + b",".join([b'"a"'] * (MAX_STRINGS + 1)) + b"]"], "the body")
 
 

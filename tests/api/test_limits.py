@@ -108,7 +108,7 @@ def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
     with limited.reserve() as reservation:
         reservation.reserve(80)
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "20"
-        with pytest.raises(LimitReached, match="needs up to 30 and 20 are left"), limited.reserve() as other:
+        with pytest.raises(LimitReached, match="needs up to 30, and 20 are left"), limited.reserve() as other:
             other.reserve(30)
         reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 5, 0, 10)))
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "85"
@@ -134,18 +134,18 @@ def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> Non
     with ExitStack() as running:
         for _ in range(2):
             running.enter_context(limited.reserve())
-        with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them in other processes now\) and has 2"):
+        with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them currently .*\) and is running 2"):
             running.enter_context(limited.reserve())
         by_what = {limit_id.what: limit for limit_id, limit in limited.shared_limits.items()}
         assert by_what[SLOTS].use() == LimitUse(2, 2, 3), "two had slots, and one more was asked for"
         assert by_what["requests"].use() == LimitUse(0.0, -2.0, 2.0)
         by_what[SLOTS].set_share(Share(4))
-        with pytest.raises(LimitReached, match="8 requests a minute; this request needs up to 1 and 0 are left"):
+        with pytest.raises(LimitReached, match="8 requests a minute; this request needs up to 1, and 0 are left"):
             running.enter_context(limited.reserve())
         by_what["requests"].set_share(Share(0.5, 5.0))
         last = running.enter_context(limited.reserve())
         by_what["tokens"].set_share(Share(0.5, 200.0))
-        with pytest.raises(LimitReached, match="needs up to 201 and 200 are left") as caught:
+        with pytest.raises(LimitReached, match="needs up to 201, and 200 are left") as caught:
             last.reserve(201)
         assert caught.value.retry_after_s == 2.0, "until what others have is here"
         for limit in by_what.values():
@@ -306,7 +306,7 @@ def test_an_output_that_is_too_long_for_the_key_is_refused_by_name() -> None:
     assert limited.max_tokens(10, "max_tokens") == 10
     assert limited.max_tokens(None, "max_tokens") == 10
     with pytest.raises(
-        InvalidRequest, match="max_completion_tokens is 11; this API key may ask for at most 10"
+        InvalidRequest, match="max_completion_tokens is 11; this API key may request at most 10"
     ) as caught:
         limited.max_tokens(11, "max_completion_tokens")
     assert caught.value.param == "max_completion_tokens"
@@ -501,7 +501,7 @@ def test_a_limit_of_its_own_goes_before_the_places_that_are_free() -> None:
     with ExitStack() as running:
         for _ in range(3):
             running.enter_context(account.reserve())
-        with pytest.raises(LimitReached, match="may have 3 requests at once"):
+        with pytest.raises(LimitReached, match="may run 3 requests at once"):
             running.enter_context(account.reserve())
 
 
@@ -576,7 +576,7 @@ def test_a_key_goes_before_others_as_far_as_its_entry_says(
         assert service.generate.requests[-1].priority == priority
     refused = complete(service, priority=lowest - 1)
     assert (refused.status, refused.error["param"]) == (400, "priority")
-    assert refused.error["message"].startswith(f"priority is {lowest - 1}; this API key may ask for {lowest} or more")
+    assert refused.error["message"].startswith(f"priority is {lowest - 1}; this API key may use {lowest} or higher")
 
 
 def test_without_keys_any_priority_may_be_asked_for(tokenizer: Tokenizer) -> None:

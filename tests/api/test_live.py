@@ -115,7 +115,7 @@ async def test_only_so_many_may_watch_and_one_that_leaves_makes_room() -> None:
         viewers = [await stack.enter_async_context(aclosing(feed.events(0))) for _ in range(MAX_VIEWERS)]
         for viewer in viewers:
             await anext(viewer)
-        with pytest.raises(Overloaded, match="20 viewers watch already"):
+        with pytest.raises(Overloaded, match="20 viewers are already connected"):
             await anext(feed.events(0))
         await viewers[0].aclose()
         async with aclosing(feed.events(0)) as another:

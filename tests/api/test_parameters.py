@@ -68,7 +68,7 @@ def test_a_schema_beside_the_type_of_a_format_is_kept(service: Service, kind: st
     ("fields", "param", "words"),
     [
         ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex", "structured_outputs and regex each define"),
-        ({"regex": "a", "ebnf": GBNF}, "ebnf", "send one of them"),
+        ({"regex": "a", "ebnf": GBNF}, "ebnf", "send only one of them"),
         ({"grammar": GBNF, "response_format": {"type": "json_object"}}, "grammar", "response_format and grammar"),
         ({"json_schema": "{"}, "json_schema", "json_schema is not JSON"),
         ({"json_schema": 5}, "json_schema", "json_schema should be an object or a valid string; got 5"),

@@ -116,8 +116,8 @@ def test_the_texts_of_a_score_have_the_names_of_vllm(embedding: Service, names: 
         ({first: ["w1", "w2"], second: ["w3"] * 3}, first, f"{first} has 2 texts and {second} has 3"),
         ({first: "w1"}, "text_2", "text_2 is required"),
         ({second: "w1"}, "text_1", "text_1 is required"),
-        ({first: "w1", second: "w2", "text_2": "w3"}, second, f"text_2 and {second} are names of the same texts"),
-        ({first: "w1", second: [5]}, second, "should hold only strings"),
+        ({first: "w1", second: "w2", "text_2": "w3"}, second, f"text_2 and {second} name the same texts"),
+        ({first: "w1", second: [5]}, second, "should contain only strings"),
     ):
         refused = embedding.call("POST", path, body)
         assert (refused.status, refused.error["param"]) == (400, param)

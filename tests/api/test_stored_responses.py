@@ -964,5 +964,5 @@ async def test_a_running_answer_counts_for_its_share_and_leaves_the_reserve_of_t
         response = await ended(app, (await begin(app, background=True))["id"])
         assert (response["status"], shortages) == (status, [])
         if status == "failed":
-            assert "files, responses and batches have" in response["error"]["message"]
+            assert "files, responses and batches use" in response["error"]["message"]
             assert (tmp_path / "responses" / response["id"]).stat().st_size < 7000

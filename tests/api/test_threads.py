@@ -57,7 +57,7 @@ def test_too_much_waiting_work_of_a_tenant_is_refused_and_that_of_others_is_not(
     assert gate.has_begun.acquire(timeout=PATIENCE_S)
     for _ in range(MAX_WAITING):
         last = threads.submit("alice", lambda: 1)
-    with pytest.raises(Overloaded, match="wait to be checked"):
+    with pytest.raises(Overloaded, match="waiting to be checked"):
         threads.submit("alice", lambda: 1)
     other = threads.submit("bob", lambda: 2)
     gate.open.set()

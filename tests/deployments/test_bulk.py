@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,7 +155,7 @@ def test_vectors_and_scores_are_resumed_and_each_wrong_row_says_why(start: Start
     assert [(each["index"], each["object"]) for each in scores] == [(at, "score") for at in range(5)]
     assert scores[4]["score"] == pytest.approx(1.0), "the cosine of a text with itself"
     errors = [told[number]["error"] for number in range(len(bodies), len(lines))]
-    assert errors[0] == "input holds 5 texts; an item has one text: write an item for each text"
+    assert errors[0] == "input contains 5 texts; an item may have only one; write an item for each"
     assert errors[1:] == ["documents is required", "text_2 is required"]
     assert (summary(tmp_path / "out")["runs"], summary(tmp_path / "out")["failed"]) == (2, 3)
 
@@ -211,7 +212,7 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
     assert "not valid JSON" in failed["lines.jsonl:6"]
     assert "max_tokens is 'many'; it should be a number" in failed["009"]
     assert told["007"]["completion_tokens"] <= 4
-    assert "the engine died 4 times while it computed this item" in failed["deadly"]
+    assert "the engine died 4 times while computing this item" in failed["deadly"]
     answered = {row_id: row["text"] for row_id, row in told.items() if row_id not in failed}
     decided = json.loads(answered.pop("decided"))
     assert (decided["name"], decided["choice"] in "ab", len(decided["probabilities"])) == ("which", True, 2)
@@ -221,9 +222,10 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
     assert summary(tmp_path / "out")["engines_lost"] == 4
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    process = start("--input", EXAMPLE, "--model", tmp_path / "model", "--engines", 1)
+def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path, demo_path: Path) -> None:
+    model = shutil.copytree(demo_path, tmp_path / "model")
+    os.truncate(model / "model.safetensors", 1000)
+    process = start("--input", EXAMPLE, "--model", model, "--engines", 1)
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, printed
     assert "the model cannot be loaded" in printed

@@ -229,7 +229,7 @@ async def test_a_request_that_the_engine_cannot_take_ends_alone(monkeypatch: pyt
             raise RuntimeError("nobody thought of this")
 
         monkeypatch.setattr(engine._engine._scheduler, "add", fail_once)
-        with pytest.raises(Failure, match="could not take this request"):
+        with pytest.raises(Failure, match="could not accept this request"):
             await collect(engine, with_adapter("a"))
         gate.release()
         assert len(await collect(engine, with_adapter("b"))) == 4, "the only place for adapters is free"
@@ -378,7 +378,7 @@ async def test_a_request_that_is_not_to_wait_is_refused_where_it_would(strategy:
         await engine.reconfigure(SchedulerConfig.model_validate({"strategy": strategy, "max_running": 2}))
         tasks = [asyncio.create_task(collect(engine, make_request())) for _ in range(num_slots)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="which is not to wait"):
+        with pytest.raises(Overloaded, match="which may not wait"):
             await collect(engine, urgent)
         tasks.append(asyncio.create_task(collect(engine, make_request())))  # this one waits
         runner.gate.release(100)
@@ -393,7 +393,7 @@ async def test_a_request_that_is_not_to_wait_is_refused_where_its_prompt_has_no_
         await asyncio.sleep(0)
         runner.gate.release(1)
         await until(lambda: engine.stats().num_free_blocks == 1)
-        with pytest.raises(Overloaded, match="which is not to wait"):
+        with pytest.raises(Overloaded, match="which may not wait"):
             await collect(engine, replace(make_request(tuple(range(5, 12))), no_queue=True))
         runner.gate.release(100)
         await task

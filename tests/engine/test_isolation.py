@@ -113,7 +113,7 @@ def test_a_request_that_fails_twice_is_not_tried_a_third_time() -> None:
         harmless = make_request((5, 6, seed), max_tokens=2)
         outcome = run_to_end(engine, harmless, make_request((5, 7), request_id="bad", seed=seed))
         assert set(outcome.errors) == {"bad"}
-    with pytest.raises(Quarantined, match="not tried again"):
+    with pytest.raises(Quarantined, match="will not be retried"):
         engine.add(make_request((5, 7), seed=3))
     assert not run_to_end(engine, make_request((5, 7), max_tokens=5)).errors  # other parameters: another request
 

@@ -109,7 +109,7 @@ def test_bad_words_are_not_completed(engine: Engine) -> None:
 
 def test_what_may_not_go_together_is_refused(engine: Engine) -> None:
     for request, words in (
-        (asking("3", allowed_token_ids=(3,)), "send one of them"),
+        (asking("3", allowed_token_ids=(3,)), "send only one of them"),
         (asking("x" * 131_073), "131,073 characters; at most 131,072"),
         (make_request(allowed_token_ids=(VOCAB_SIZE,)), "allowed_token_ids has token id"),
         (make_request(bad_words=((3, -1),)), "bad_words has token id"),
@@ -132,7 +132,7 @@ async def test_an_async_engine_gets_matchers_before_it_queues_anything() -> None
         with pytest.raises(InvalidRequest, match="this grammar is no use"):
             await anext(aiter(engine.generate(asking("bad"))))
         assert engine.stats().num_waiting == 0
-    with async_engine() as without, pytest.raises(InvalidRequest, match="no structured output"):
+    with async_engine() as without, pytest.raises(InvalidRequest, match="does not support structured output"):
         await anext(aiter(without.generate(asking("3 4"))))
 
 

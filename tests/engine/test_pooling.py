@@ -53,11 +53,11 @@ def test_the_whole_context_can_be_embedded() -> None:
 
 
 def test_what_gives_no_embedding_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="generates nothing"):
+    with pytest.raises(InvalidRequest, match="must be 0"):
         build_fake_engine().add(make_request(pooling=Pooling.LAST, max_tokens=1))
     engine = assemble(
         SchedulerConfig(), CacheConfig(block_size=4), num_blocks=8, runner=CountingRunner(),
         model_info=ModelInfo(max_model_len=32, vocab_size=50, eos_token_ids=(1,)),
     )  # fmt: skip
-    with pytest.raises(InvalidRequest, match="gives no embeddings"):
+    with pytest.raises(InvalidRequest, match="does not support embeddings"):
         engine.add(make_request(pooling=Pooling.LAST, max_tokens=0))

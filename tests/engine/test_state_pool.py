@@ -101,7 +101,7 @@ def test_a_state_behind_more_tokens_than_its_prefix_is_no_snapshot() -> None:
     blocks, states = pool_of(4)
     slot = states.reserve()
     assert slot is not None
-    with pytest.raises(AssertionError, match="a state after 9 tokens, a prefix of 8"):
+    with pytest.raises(AssertionError, match="state after 9 tokens for a prefix of 8"):
         states.take_back(slot, prefixes(blocks, 2)[1], 9)
 
 

@@ -231,4 +231,4 @@ def test_changes_are_logged_from_time_to_time_and_an_unreachable_target_once(cap
     assert seen.moves
     assert 1 <= sum(record.message.startswith("limits are now") for record in caplog.records) <= 3
     [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "itl_p99_ms=5.0 cannot be held: even the smallest steps take longer" in warning
+    assert "itl_p99_ms=5.0 cannot be met: even the smallest steps take longer" in warning

@@ -582,7 +582,7 @@ async def test_a_batch_whose_owner_has_used_its_share_waits_until_it_deletes_fil
         batch_id = await begin(service, TEN)
         batch = await is_paused(service, batch_id)
         assert (batch["status"], batch["paused"]["code"]) == ("in_progress", "storage_full")
-        assert "delete files first" in batch["paused"]["message"]
+        assert "Delete files first" in batch["paused"]["message"]
         echo.answers = {}  # the others would end now
         await asyncio.sleep(0.05)
         assert (await service.batch(OWNER, batch_id))["request_counts"]["completed"] == 5

@@ -76,7 +76,7 @@ def test_tables_of_another_version_are_refused(tmp_path: Path, version: int) -> 
     Catalog(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(InvalidSetup, match=f"tables of version {version}; this Carousel reads 6"):
+    with pytest.raises(InvalidSetup, match=f"tables of version {version}, but this Carousel reads 6"):
         Catalog(tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_a_catalog_with_a_damaged_page_is_refused_or_names_everything(tmp_path: 
                     assert len(catalog.file_ids()) == 30
             except InvalidSetup as refused:
                 assert path.read_bytes() == content
-                num_refused += "restore the whole folder from a backup, or set batches.path" in str(refused)
+                num_refused += "Restore the whole folder from a backup, or set batches.path" in str(refused)
     assert num_refused > len(whole) // page_bytes
 
 
@@ -119,7 +119,7 @@ def test_a_folder_whose_catalog_is_gone_is_not_begun_anew(tmp_path: Path) -> Non
     a_used_folder(tmp_path).unlink()
     for _ in range(2):
         with pytest.raises(
-            InvalidSetup, match=r"batches.sqlite3 cannot be used: it is empty, and the folder is not; .*"
+            InvalidSetup, match=r"batches.sqlite3 cannot be used: it is missing or empty, but the folder is not; .*"
         ):
             Catalog(tmp_path)
     assert (tmp_path / "files" / "file-0").exists()

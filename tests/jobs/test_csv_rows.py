@@ -87,10 +87,10 @@ def test_every_byte_goes_by_once() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'a\nb\n"never\nclosed\n', r"t\.csv:3: the row that begins in this line cannot be read: unexpected end"),
-        (b'a\n"He said "hi" to me"\n', r"t\.csv:2: .*a quote inside it is written twice"),
-        (b'a\n"He said \\"hi\\""\n', r"t\.csv:2: .*a quote inside it is written twice"),
-        (b"a,b\r1,2\r", r"t\.csv:1: .*a line ends with \\n or \\r\\n"),
+        (b'a\nb\n"never\nclosed\n', r"t\.csv:3: the row that begins on this line cannot be read: unexpected end"),
+        (b'a\n"He said "hi" to me"\n', r"t\.csv:2: .*quotes inside it must be doubled"),
+        (b'a\n"He said \\"hi\\""\n', r"t\.csv:2: .*quotes inside it must be doubled"),
+        (b"a,b\r1,2\r", r"t\.csv:1: .*lines must end with \\n or \\r\\n"),
         (b"a\nb\ncaf\xe9\n", r"t\.csv:3: the line is not UTF-8; .* iconv -f WINDOWS-1252 -t UTF-8"),
         (b"a\n" + b"x" * (MAX_REQUEST_BYTES + 1), r"t\.csv:2: the line has more than 4,194,304 bytes"),
         (b'a\n"' + b"x" * 99_999 + b"\n" * MAX_REQUEST_BYTES, r"t\.csv:2: .*field larger than field limit \(4194304\)"),

@@ -58,6 +58,6 @@ def test_no_other_user_of_the_machine_may_look_into_it(tmp_path: Path) -> None:
 def test_a_folder_whose_files_are_behind_a_url_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "files-name").write_text("carousel-1")
     with pytest.raises(
-        InvalidSetup, match=r"below carousel-1/; .*: copy the files to that folder, and remove .*files-name"
+        InvalidSetup, match=r"below carousel-1/; .*; copy the files to that folder, and then delete .*files-name"
     ):
         FileStore(tmp_path)

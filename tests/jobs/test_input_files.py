@@ -66,7 +66,7 @@ def test_a_glob_or_a_folder_means_its_files_by_name(tmp_path: Path, pattern: str
     written(tmp_path / "b.jsonl", questions(2, "b"))
     written(tmp_path / "a.jsonl", questions(1, "a"))
     if pattern.startswith("{"):
-        with pytest.raises(InvalidSetup, match="no such file"):
+        with pytest.raises(InvalidSetup, match="no file was found"):
             looked_through(tmp_path / pattern)
         return
     found = looked_through(tmp_path / pattern)
@@ -102,7 +102,7 @@ def test_the_same_id_twice_is_refused_with_both_places(tmp_path: Path) -> None:
     [
         ([], "has no rows"),
         (["\n\n"], "has no rows"),
-        ([{"text": "?"}], "no row has a prompt or messages column; the first has text"),
+        ([{"text": "?"}], "no row has a prompt or messages column; the first row has text"),
     ],
 )
 def test_a_file_that_asks_nothing_is_refused(tmp_path: Path, content: list[Any], words: str) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_asks_nothing_is_refused(tmp_path: Path, content: list[Any],
 
 def test_a_column_that_no_row_has_is_refused_by_name(tmp_path: Path) -> None:
     path = written(tmp_path / "input.jsonl", questions(3))
-    with pytest.raises(InvalidSetup, match="no row has a column 'text'; the first has id, prompt"):
+    with pytest.raises(InvalidSetup, match="no row has a column 'text'; the first row has id, prompt"):
         looked_through(path, prompt_column="text")
 
 
@@ -120,9 +120,9 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
     (tmp_path / "table.xls").write_text("prompt\n")
     for name, words in {
-        "nothing.jsonl": "no such file",
+        "nothing.jsonl": "no file was found",
         "broken.parquet": "cannot be read",
-        "table.xls": "does not tell the format",
+        "table.xls": "is not supported; use one of",
     }.items():
         with pytest.raises(InvalidSetup, match=words):
             looked_through(tmp_path / name)
@@ -150,10 +150,10 @@ PROMPTS = [{"prompt": "a"}, {"prompt": "b"}]
         (b'[\n{"prompt": "a"},\n{"prompt": "b"}\n]\n', "is a JSON array"),
         (b'[{"prompt": "a"},\n{"prompt": "b"}]\n', "is a JSON array"),
         (b"\xef\xbb\xbf \n" + json.dumps(PROMPTS, indent=2).encode(), "is a JSON array"),
-        (json.dumps(PROMPTS[0], indent=2).encode(), r"has no row that can be read; .*input\.jsonl:1.*: jq -c \. input"),
+        (json.dumps(PROMPTS[0], indent=2).encode(), r"no row can be read; .*input\.jsonl:1.*: jq -c \. input"),
         ('{"prompt": "a"}\n'.encode("utf-16"), "is UTF-16, .*: iconv -f UTF-16 -t UTF-8 input"),
         ('{"prompt": "a"}\n'.encode("utf-16-le"), "is UTF-16"),
-        (gzip.compress(b'{"prompt": "a"}\n', mtime=0), "is compressed by gzip; .*: gunzip --stdout input"),
+        (gzip.compress(b'{"prompt": "a"}\n', mtime=0), "is compressed with gzip; .*: gunzip --stdout input"),
         (b"PAR1\x15\x04", "is Parquet"),
     ],
 )
@@ -241,7 +241,9 @@ def test_the_rows_of_a_table_come_back_through_pieces_that_are_read_apart(
 def test_a_table_in_two_formats_is_not_read_twice(tmp_path: Path) -> None:
     for name in ("rows.csv", "rows.jsonl", "more.jsonl"):
         (tmp_path / name).write_text("prompt\na\n" if name.endswith("csv") else '{"prompt": "a"}\n')
-    with pytest.raises(InvalidSetup, match=r"rows\.csv and rows\.jsonl have one name, .* pattern, such as '\*\.jsonl'"):
+    with pytest.raises(
+        InvalidSetup, match=r"rows\.csv and rows\.jsonl share one name, .* pattern, such as '\*\.jsonl'"
+    ):
         find_files(str(tmp_path))
     assert [each.name for each in find_files(f"{tmp_path}/*.jsonl")] == ["more.jsonl", "rows.jsonl"]
 
@@ -261,10 +263,10 @@ def test_a_row_with_other_cells_than_the_header_fails_alone_where_others_do_not(
     path = table(tmp_path / "t.csv", [["id", "prompt"], ["1", "a"], ["2", "b", "c"], ["3"]])
     errors = [row.error for row in all_rows(looked_through(path))]
     assert errors[0] == ""
-    assert errors[1].startswith("t.csv:3: the row has 3 cells, and the header has 2; a cell with a delimiter in it")
-    assert errors[2].startswith("t.csv:4: the row has 1 cells, and the header has 2")
+    assert errors[1].startswith("t.csv:3: the row has 3 cells, but the header has 2; quote cells that contain a d")
+    assert errors[2].startswith("t.csv:4: the row has 1 cells, but the header has 2")
     table(path, [["prompt", "seed"], ["one, two"]])
-    with pytest.raises(InvalidSetup, match=r"has no row that can be read; the first error: t\.csv:2: the row has 1"):
+    with pytest.raises(InvalidSetup, match=r"no row can be read; the first error: t\.csv:2: the row has 1"):
         looked_through(path)
 
 
@@ -288,19 +290,19 @@ def test_the_fingerprint_of_a_table_follows_each_of_its_bytes(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"id,prompt,id\n1,a,2\n", "the header names columns twice: id; make each unique"),
+        (b"id,prompt,id\n1,a,2\n", "the header repeats names: id; make each name unique"),
         (b",,\n1,a,2\n", "the header has no names"),
-        (b"id;prompt\n1;a\n", "the header is one column, 'id;prompt'; separate the cells by commas in .csv"),
-        (b"text\na\n", "no row has a prompt or messages column; the first has text"),
-        (b'prompt\n"a\n', r"t\.csv:2: the row that begins in this line cannot be read"),
+        (b"id;prompt\n1;a\n", "the header has only one column, 'id;prompt'; separate cells with commas in .csv"),
+        (b"text\na\n", "no row has a prompt or messages column; the first row has text"),
+        (b'prompt\n"a\n', r"t\.csv:2: the row that begins on this line cannot be read"),
         (
             "prompt\na\n".encode("utf-16"),
-            r"is UTF-16, and CSV is UTF-8; .*: iconv .* t\.csv > t\.converted",
+            r"is UTF-16, but CSV is UTF-8; .*: iconv .* t\.csv > t\.converted",
         ),
         ("prompt\na\n".encode("utf-16-le"), "is UTF-16"),
         (
             gzip.compress(b"prompt\na\n", mtime=0),
-            r"is compressed by gzip; .*: gunzip --stdout t\.csv > t\.conv",
+            r"is compressed with gzip; .*: gunzip --stdout t\.csv > t\.conv",
         ),
         (b"PAR1\x15\x04", "is Parquet"),
     ],

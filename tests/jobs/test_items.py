@@ -216,7 +216,7 @@ def test_a_cell_of_messages_is_a_list_in_json_or_the_text_of_a_turn() -> None:
         ({"prompt": "a", "temperature": "0,5"}, "temperature is '0,5'; it should be a number"),
         (
             {"messages": "[ {'role': 'user'}]"},
-            "messages is .*; it should be a list of messages in JSON, as it begins with",
+            "messages is .*; it should be messages in JSON, because it begins with",
         ),
     ],
 )

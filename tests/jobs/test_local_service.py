@@ -66,7 +66,7 @@ async def test_a_folder_whose_catalog_is_damaged_is_left_as_it_is(tmp_path: Path
     (tmp_path / "batches.sqlite3-journal").unlink(missing_ok=True)
     before = there()
     for _ in range(2):
-        with pytest.raises(InvalidSetup, match=r"batches.sqlite3 cannot be used: .*; nothing was changed: restore"):
+        with pytest.raises(InvalidSetup, match=r"batches.sqlite3 cannot be used: .*; nothing was changed\. Restore"):
             async with service_in(tmp_path, Echo()):
                 pass
         assert there() == before
@@ -158,7 +158,7 @@ async def test_no_owner_can_take_the_place_of_all_files(tmp_path: Path) -> None:
         assert await is_taken(service, 10_000, "bob")
         uploads = [await service.begin_upload("dan") for _ in range(2)]
         await service.append(uploads[0], b"x" * 50_000)
-        with pytest.raises(InvalidRequest, match="have 50,000 bytes"):
+        with pytest.raises(InvalidRequest, match="use 50,000 bytes"):
             await service.append(uploads[1], b"x" * 50_000)
 
 

@@ -111,16 +111,16 @@ def test_a_folder_with_anything_else_in_it_is_refused_and_left_as_it_is(tmp_path
     assert "another run (model: 'models/demo' there, 'large' now)" in other
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / MANIFEST).write_text(json.dumps(RUN))
-    assert "files of version 1; this Carousel has 2" in refusal(tmp_path / "old", resume=True)
+    assert "files of version 1, but this Carousel uses 2" in refusal(tmp_path / "old", resume=True)
     assert "this run is finished" in refusal(tmp_path / "finished", resume=True)
-    assert "holds thesis.txt and no run" in refusal(tmp_path / "theirs", resume=True)
+    assert "contains thesis.txt but no run" in refusal(tmp_path / "theirs", resume=True)
     assert "cannot be used" in refusal(tmp_path / "a_file")
     assert "cannot be used" in refusal(tmp_path / "a_file" / "below")
 
 
 def test_two_processes_cannot_have_it_at_once(tmp_path: Path) -> None:
     with opened(tmp_path / "out"):
-        assert "another process uses this folder" in refusal(tmp_path / "out", resume=True)
+        assert "another process is using this folder" in refusal(tmp_path / "out", resume=True)
 
 
 FULL_DISK = """

@@ -230,7 +230,7 @@ def test_a_full_disk_leaves_no_file_with_a_name(tmp_path: Path, monkeypatch: pyt
 def test_a_folder_that_others_may_write_into_is_not_used(tmp_path: Path) -> None:
     folder_in(tmp_path)
     (tmp_path / NAMESPACE[:8].hex()).chmod(0o777)
-    with pytest.raises(PermissionError, match="others may write into it"):
+    with pytest.raises(PermissionError, match="other users may write to it"):
         folder_in(tmp_path)
 
 

@@ -300,9 +300,9 @@ def test_a_full_folder_is_left_alone_for_a_while_and_told_once(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"path": "a-file"}, "is a file; give a folder"),
+        ({"path": "a-file"}, "is a file; set a folder"),
         ({"path": "kv", "max_gib": 1e7}, "lower it"),
-        ({"path": "kv", "max_gib": 1e-8}, "hold no block"),
+        ({"path": "kv", "max_gib": 1e-8}, "too small for one block"),
     ],
 )
 def test_what_no_folder_can_be_is_refused(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
@@ -314,7 +314,7 @@ def test_what_no_folder_can_be_is_refused(tmp_path: Path, settings: dict[str, An
 
 def test_a_folder_that_cannot_be_written_leaves_the_tier_out(caplog: pytest.LogCaptureFixture) -> None:
     assert open_folder(TierConfig(path="/proc/kv"), namespace=NAMESPACE, block_bytes=BLOCK_BYTES) is None
-    assert "cannot be written" in caplog.text
+    assert "is not writable" in caplog.text
 
 
 # ---------------------------------------------------------------------- with a real model

@@ -263,13 +263,13 @@ USUAL = sent().counts.queue_s
         (with_lines(carousel_slots=b"carousel_slots 1.0\nnonsense\n"), "not samples of this family"),
         (with_lines(carousel_slots=b"# TYPE carousel_slots counter\n"), "not samples of this family"),
         (encoded(structs.replace(sent(), use={"speed": nan})), "not a finite number"),
-        (with_counts(num_steps=-1), "below 0"),
+        (with_counts(num_steps=-1), "negative"),
         (with_counts(queue_s=Distribution((1.0, 2.0), (1, 2, 3), 4.0)), "2 bounds"),
         (with_counts(queue_s=replace(USUAL, counts=USUAL.counts[1:])), "bounds"),
-        (with_counts(queue_s=replace(USUAL, counts=(-1, *USUAL.counts[1:]))), "no counter"),
-        (with_counts(queue_s=replace(USUAL, total=inf)), "no counter"),
-        (with_counts(queue_s=replace(USUAL, total=nan)), "no counter"),
-        (with_counts(queue_s=replace(USUAL, total=-1.0)), "no counter"),
+        (with_counts(queue_s=replace(USUAL, counts=(-1, *USUAL.counts[1:]))), "negative"),
+        (with_counts(queue_s=replace(USUAL, total=inf)), "negative"),
+        (with_counts(queue_s=replace(USUAL, total=nan)), "negative"),
+        (with_counts(queue_s=replace(USUAL, total=-1.0)), "negative"),
     ],
 )
 def test_what_would_spoil_the_text_or_the_sums_of_others_is_not_read(data: bytes, said: str) -> None:

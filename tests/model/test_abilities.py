@@ -26,7 +26,7 @@ def test_what_does_not_work_is_refused(architecture: str, tmp_path: Path) -> Non
     source = ModelSource(config=config.model, location=str(tmp_path), device=torch.device("meta"), dtype=torch.float32)
     assert ("ranks" in refused) == has_states
     if has_states:
-        with pytest.raises(InvalidSetup, match="are not divided among ranks"):
+        with pytest.raises(InvalidSetup, match="cannot be split among ranks"):
             source.check_ranks(2)
     else:
         source.check_ranks(2)
@@ -35,7 +35,7 @@ def test_what_does_not_work_is_refused(architecture: str, tmp_path: Path) -> Non
 
 def test_the_line_says_what_does_not_work_and_why() -> None:
     known = Abilities(architecture="MistralForCausalLM", has_states=False, windows="freed")
-    assert str(known) == "MistralForCausalLM: all works with it"
+    assert str(known) == "MistralForCausalLM supports everything"
     other = Abilities(architecture="OtherForCausalLM", has_states=True, windows="none")
     assert "int8 and int4 (only the C++ decoder packs weights)" in str(other)
-    assert "ranks (recurrent layers are not divided)" in str(other)
+    assert "ranks (recurrent layers cannot be split)" in str(other)

@@ -26,12 +26,12 @@ SERVED = ["/models/Llama-3.2-1B.Q4_K_M.gguf", "meta-llama/Llama-3.2-1B"]
         ({"base_model_name_or_path": "C:\\models\\llama-3.2-1b"}, None),
         (
             {"base_model_name_or_path": "meta-llama/Llama-3.2-1B-Instruct"},
-            "it was trained on meta-llama/Llama-3.2-1B-Instruct, and /models/Llama-3.2-1B.Q4_K_M.gguf is served",
+            "it was trained on meta-llama/Llama-3.2-1B-Instruct, but /models/Llama-3.2-1B.Q4_K_M.gguf is served",
         ),
         ({"base_model_name_or_path": "meta-llama/Llama-3.2-1B", "revision": "a1"}, None),
         (
             {"base_model_name_or_path": "meta-llama/Llama-3.2-1B", "revision": "b2"},
-            "it was trained on revision b2 of meta-llama/Llama-3.2-1B, and a1 is served",
+            "it was trained on revision b2 of meta-llama/Llama-3.2-1B, but a1 is served",
         ),
     ],
 )
@@ -56,7 +56,7 @@ def test_files_that_are_replaced_while_an_adapter_is_loaded_are_not_taken_for_it
 
     monkeypatch.setattr(engine.runner, "load_adapter", replaced)
     assert engine.adapters is not None
-    with pytest.raises(UnsupportedAdapter, match=rf"is {other.digest} here and {adapter.digest} where it was named"):
+    with pytest.raises(UnsupportedAdapter, match=rf"has digest {other.digest} here, but {adapter.digest} where it was"):
         engine.adapters.hold(adapter)
     assert engine.adapters.stats().loaded == ()
 
@@ -75,5 +75,5 @@ def test_an_adapter_of_another_base_of_equal_sizes_is_loaded_with_a_warning(
     ]
     assert warnings == [
         "the adapter other has the right sizes, but it was trained on some-org/other, "
-        f"and {tmp_path / 'base'} is served"
+        f"but {tmp_path / 'base'} is served"
     ]

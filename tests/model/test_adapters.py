@@ -209,7 +209,7 @@ class TestRefusals:
             ({"rank_pattern": {"q_proj": -1}}, "rank_pattern.q_proj: got -1"),
             ({"lora_alpha": math.nan}, "lora_alpha: got nan"),
             ({"lora_alpha": 10**400}, "lora_alpha: got 1000"),
-            ({"lora_alpha": 1e300}, r"not finite, or are not with the scale 2\.5e\+299"),
+            ({"lora_alpha": 1e300}, r"not finite, or not finite after scaling by 2\.5e\+299"),
             ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern.q_proj: got inf"),
             ({"notes": "a" * (1 << 20)}, "more than 1,048,576 bytes"),
         ],
@@ -233,7 +233,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "tensor", "message"),
         [
-            ("lora_magnitude_vector", torch.ones(64), "lora_magnitude_vector, which is no factor"),
+            ("lora_magnitude_vector", torch.ones(64), "lora_magnitude_vector, which is not a factor"),
             ("lora_A.weight", torch.full((4, 64), math.inf), "not finite"),
             ("lora_A.weight", torch.ones(4, 64, dtype=torch.int32), r"numbers of type torch\.int32"),
         ],
@@ -262,7 +262,7 @@ class TestRefusals:
         self.saved(tmp_path)
         (tmp_path / "adapter_model.safetensors").unlink()
         (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({}))
-        with pytest.raises(UnsupportedAdapter, match=r"adapter_model\.bin, which can hold code"):
+        with pytest.raises(UnsupportedAdapter, match=r"adapter_model\.bin, which may contain code"):
             adapter_digest(tmp_path)
 
     def test_of_other_files_than_the_request_means(self, tmp_path: Path) -> None:
@@ -272,5 +272,5 @@ class TestRefusals:
         request = dataclasses.replace(
             random_requests(1, VOCAB_SIZE)[0], adapter=dataclasses.replace(adapter, digest="0123")
         )
-        with pytest.raises(UnsupportedAdapter, match=r"is \w+ here and 0123 where it was named"):
+        with pytest.raises(UnsupportedAdapter, match=r"has digest \w+ here, but 0123 where it was registered"):
             engine.add(request)

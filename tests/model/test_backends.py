@@ -25,7 +25,7 @@ def int8_config_of(path: Path, *, cache: dict[str, Any] | None = None, **model: 
     ("settings", "reason"),
     [
         ({"backend": "torch"}, r"model\.backend is torch"),
-        ({"cache": {"block_size": 8}}, r"cache\.block_size is 8, no multiple of 16"),
+        ({"cache": {"block_size": 8}}, r"cache\.block_size is 8, which is not a multiple of 16"),
     ],
 )
 def test_int8_without_native_attention_is_refused(settings: dict[str, Any], reason: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]

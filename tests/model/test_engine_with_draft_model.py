@@ -82,7 +82,7 @@ def test_both_models_give_their_memory_up_and_have_the_same_tokens_again(demo_pa
 def test_a_draft_model_with_another_number_of_tokens_is_refused(
     demo_path: Path, tiny_model_path: Callable[[str], Path]
 ) -> None:
-    with pytest.raises(InvalidSetup, match=r"has 211 tokens and .*demo 763; a draft model needs the same"):
+    with pytest.raises(InvalidSetup, match=r"has 211 tokens, but .*demo has 763, and both models need"):
         build_sync_engine(drafting(demo_path, tiny_model_path("llama")))
 
 
@@ -97,26 +97,26 @@ def test_a_draft_model_with_other_tokens_is_refused_with_their_number_and_the_fi
     last, before = sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)[:2]
     vocabulary[last], vocabulary[before] = vocabulary[before], vocabulary[last]
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(InvalidSetup, match=r"2 of 763 tokens of .*other differ from those of .*; the first diff"):
+    with pytest.raises(InvalidSetup, match=r"2 of the 763 tokens in .*other differ from those in .*; the first one"):
         build_sync_engine(drafting(demo_path, folder))
 
 
 def test_it_is_refused_where_it_cannot_be_used(
     demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InvalidSetup, match=r"draft_model, but replicas.tensor_parallel is 2: a draft model needs"):
+    with pytest.raises(InvalidSetup, match=r"draft_model, but replicas.tensor_parallel is 2: a draft model only works"):
         build_sync_engine(drafting(demo_path, demo_path), ReplicasConfig(tensor_parallel=2))
-    with pytest.raises(InvalidSetup, match="is simulated: a draft model needs a decoder that one"):
+    with pytest.raises(InvalidSetup, match="is simulated: a draft model only works with a decoder"):
         build_sync_engine(drafting(demo_path, demo_path, simulated={}))
     save_tiny_encoder("bert", tmp_path / "encoder")
-    with pytest.raises(InvalidSetup, match="is an encoder: a draft model needs"):
+    with pytest.raises(InvalidSetup, match="is an encoder: a draft model only works"):
         build_sync_engine(drafting(tmp_path / "encoder", demo_path))
     monkeypatch.setattr("app.model.device.device_of", lambda model: torch.device("cuda"))
-    with pytest.raises(InvalidSetup, match=r"runs on cuda: a draft model needs .* set speculation.method to off"):
+    with pytest.raises(InvalidSetup, match=r"runs on cuda: a draft model only works .* set speculation.method to off"):
         build_sync_engine(drafting(demo_path, demo_path))
 
 
 @pytest.mark.parametrize("speculation", [{"method": "draft_model"}, {"method": "lookup", "model": "some/model"}])
 def test_a_draft_model_is_named_where_it_is_the_method_and_nowhere_else(speculation: dict[str, str]) -> None:
-    with pytest.raises(ValidationError, match="draft_model needs a model, and no other method has one"):
+    with pytest.raises(ValidationError, match="draft_model requires a model, and the other methods do not use one"):
         EngineConfig.model_validate({"speculation": speculation})

@@ -38,7 +38,9 @@ def test_more_than_is_left_now_is_said_before_it_is_taken(
     machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), taking_host_memory(*WORDS):
-        assert "KV memory takes 3.00 GiB, and this machine and its control groups have 2.00 GiB left now" in caplog.text
+        assert (
+            "KV memory takes 3.00 GiB, and this machine and its control groups have 2.00 GiB available" in caplog.text
+        )
     caplog.clear()
     for left in (lambda: 3 * 2**30, lambda: None):
         machine.setattr(host_memory, "available_memory", left)
@@ -72,5 +74,5 @@ def test_a_replica_whose_kv_memory_no_system_gives_does_not_start(
     with pytest.raises(InvalidSetup, match=f"{words}.* have .* GiB: set a smaller engine.cache.{next(iter(cache))}"):
         load_runner(config)
     monkeypatch.setattr(host_memory, "memory_of_machine", lambda: 2**62)
-    with pytest.raises(InvalidSetup, match=f"{words}.*but the system refuses them.* engine.cache.{next(iter(cache))}"):
+    with pytest.raises(InvalidSetup, match=f"{words}.*refuses to allocate .* engine.cache.{next(iter(cache))}"):
         load_runner(config)

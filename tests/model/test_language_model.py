@@ -109,7 +109,7 @@ def test_a_checkpoint_without_text_is_refused(tmp_path: Path) -> None:
     save_whole(tmp_path, "llava")
     (file,) = tmp_path.glob("*.safetensors")
     save_file({name: weight for name, weight in load_file(file).items() if "vis" in name}, file)
-    with pytest.raises(UnsupportedModel, match=r"its files lack 21 weights, such as lm_head\.weight"):
+    with pytest.raises(UnsupportedModel, match=r"none of the language model's 21 weights, such as lm_head\.weight"):
         load(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_without_text_is_refused_before_a_weight_is_read(
     towers = {name: weight for name, weight in load_file(file).items() if "vis" in name}
     save_file(towers, file)
     monkeypatch.setattr(TransformersModel, "load", None)
-    with pytest.raises(UnsupportedModel, match=f"none of the language model and {len(towers)} others, such as"):
+    with pytest.raises(UnsupportedModel, match=f"none of the language model's .* but {len(towers)} other weights"):
         load(tmp_path)
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_before_a_weight_is_read(
     places = {name: "towers.safetensors" if name in towers else file.name for name in weights}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     monkeypatch.setattr(TransformersModel, "load", None)
-    words = f"names 2 files, and 1 of them with {len(towers)} weights are not there, such as towers.safetensors"
+    words = f"lists 2 files, but 1 of them, with {len(towers)} weights, are missing, such as towers.safetensors"
     with pytest.raises(UnsupportedModel, match=words):
         load(tmp_path)
 
@@ -146,16 +146,16 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_before_a_weight_is_read(
     [
         ("llava", {"text_config": {"model_type": "llama4_text"}},
          "has layers without paged attention: chunked_attention"),
-        ("blip", {}, "generates no text from text alone: BlipForConditionalGeneration needs pixel_values"),
-        ("diffusion_gemma", {}, "DiffusionGemmaForBlockDiffusion generates in a way of its own"),
-        ("kimi_linear", {}, r"a state that is not computed here: Kimi Delta Attention \(KDA\)"),
-        ("rwkv", {}, "a state that is not computed here: the time mixing of RWKV"),
-        ("xlstm", {}, "a state that is not computed here: the matrix memory of xLSTM"),
-        ("recurrent_gemma", {}, "a state that is not computed here: the RG-LRU of Griffin"),
-        ("deepseek_v32", {}, r"indexed_attention \(an indexer picks the tokens that a token sees\)"),
+        ("blip", {}, "cannot generate text from text alone: BlipForConditionalGeneration needs pixel_values"),
+        ("diffusion_gemma", {}, "DiffusionGemmaForBlockDiffusion has its own `generate`"),
+        ("kimi_linear", {}, r"recurrent layers that are not supported: Kimi Delta Attention \(KDA\)"),
+        ("rwkv", {}, "recurrent layers that are not supported: the time mixing of RWKV"),
+        ("xlstm", {}, "recurrent layers that are not supported: the matrix memory of xLSTM"),
+        ("recurrent_gemma", {}, "recurrent layers that are not supported: the RG-LRU of Griffin"),
+        ("deepseek_v32", {}, r"indexed_attention \(an indexer selects the tokens that a token attends to\)"),
         ("deepseek_v4", {}, r"compressed_sparse_attention \(several tokens share one compressed key and value\)"),
         ("evolla", {"architectures": ["EvollaForProteinText2Text"]},
-         "is none of the models of text, images or video that transformers lists: EvollaForProteinText2Text"),
+         "is not a text, image or video model that transformers lists: EvollaForProteinText2Text"),
         ("siglip", {}, "is not a model that generates text"),
     ],
 )  # fmt: skip

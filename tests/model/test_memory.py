@@ -67,7 +67,7 @@ def test_graphs_take_the_largest_step_and_something_for_each_kernel() -> None:
 
 
 def test_out_of_memory_at_start_is_refused_and_other_errors_are_not_changed() -> None:
-    refused = pytest.raises(InvalidSetup, match=r"does not hold the weights: CUDA out of memory. Take another")
+    refused = pytest.raises(InvalidSetup, match=r"too little memory for the weights: CUDA out of memory. Take another")
     with refused, refusing_to_run_short("the weights", "Take another"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(RuntimeError, match="shapes"), refusing_to_run_short("the weights", ""):

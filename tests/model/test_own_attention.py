@@ -44,20 +44,20 @@ def test_tokens_are_those_of_generate_with_chunks_preemption_and_prefix_hits(mod
 
 def test_keys_and_values_in_8_bits_are_refused(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "bloom")
-    with pytest.raises(InvalidSetup, match="the model attends by its own code"):
+    with pytest.raises(InvalidSetup, match="the model attends with its own code"):
         build_sync_engine(config_of(path, cache={"dtype": "int8"}, max_model_len=256))
 
 
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("openai-gpt", {}, "its code keeps no keys and values in the cache object that it is given"),
-        ("cpmant", {}, "a layer does not keep one key and one value for each token in its cache object"),
+        ("openai-gpt", {}, "its code stores no keys and values in the cache object that it receives"),
+        ("cpmant", {}, "a layer does not store one key and one value for each token in its cache object"),
     ],
 )
 def test_a_model_without_a_cache_of_its_tokens_is_refused(
     model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = save_random_model(tmp_path, model_type, **settings)
-    with pytest.raises(UnsupportedModel, match=f"ignores the attention it is given; with its own attention: {reason}"):
+    with pytest.raises(UnsupportedModel, match=f"the attention that it receives; with its own attention: {reason}"):
         load(path)

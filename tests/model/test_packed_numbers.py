@@ -305,7 +305,7 @@ def test_it_is_packed_again_shared_and_known_when_it_was_verified_before(
     assert caplog.text.count(told) == 1
     again = load_native(packed, checks=checks, quantization=quantization)
     assert caplog.text.count(told) == 2
-    assert ("model.quantization: int4 packs them in 4 bits again" in caplog.text) is (quantization == "none")
+    assert ("set model.quantization: int4 to save memory and time" in caplog.text) is (quantization == "none")
     expected = logits_of(load_native(multiplied, quantization=quantization))
     assert torch.equal(logits_of(first), expected)
     assert torch.equal(logits_of(again), expected)
@@ -338,7 +338,7 @@ def test_it_is_planned_as_what_it_is_multiplied_out_to(tmp_path: Path) -> None:
         )
         assert ours == theirs
     assert planned_gpu_model(config_of(packed, device="auto"), dtype=torch.bfloat16).dtype is torch.bfloat16
-    with pytest.raises(InvalidSetup, match=r"tensor_parallel: got 2; a quantised checkpoint is not divided"):
+    with pytest.raises(InvalidSetup, match=r"tensor_parallel: got 2; a quantised checkpoint cannot be split"):
         planned_gpu_model(config_of(packed, device="auto"), dtype=torch.bfloat16, num_ranks=2)
 
 
@@ -375,22 +375,22 @@ UP = r"model\.layers\.0\.mlp\.up_proj"
 @pytest.mark.parametrize(
     ("form", "otherwise", "change", "reason"),
     [
-        ("gptq", {}, in_up_proj("qzeros", lambda _: None), rf"there is no {UP}\.qzeros beside {UP}\.qweight"),
-        ("awq", {}, in_up_proj("scales", lambda _: None), rf"there is no {UP}\.scales beside {UP}\.qweight"),
-        ("gptq with desc_act", {}, in_up_proj("g_idx", lambda _: None), rf"there is no {UP}\.g_idx beside"),
+        ("gptq", {}, in_up_proj("qzeros", lambda _: None), rf"{UP}\.qweight has no {UP}\.qzeros"),
+        ("awq", {}, in_up_proj("scales", lambda _: None), rf"{UP}\.qweight has no {UP}\.scales"),
+        ("gptq with desc_act", {}, in_up_proj("g_idx", lambda _: None), rf"has no {UP}\.g_idx"),
         ("gptq with desc_act", {}, in_up_proj("g_idx", lambda g: g + 1), r"g_idx has groups from 1 to 4; there are 4"),
         ("gptq with desc_act", {}, in_up_proj("g_idx", lambda g: g - 1), r"g_idx has groups from -1 to 2; there are 4"),
         ("gptq", {}, in_up_proj("g_idx", lambda g: g[:60]), r"g_idx is \[60\] in int32; it must be \[64\]"),
         ("awq", {}, in_up_proj("qweight", lambda w: w.long()), r"qweight is \[64, 8\] in int64; it must be a matrix"),
-        ("awq", {}, in_up_proj("qweight", lambda w: w[:60]), r"has 60 inputs, which groups of 32 do not divide"),
+        ("awq", {}, in_up_proj("qweight", lambda w: w[:60]), r"60 inputs, which is not a multiple of the group size"),
         ("awq", {}, in_up_proj("qweight", lambda w: w[:0]), r"qweight is \[0, 8\] in int32; it must be a matrix"),
         ("awq", {}, in_up_proj("scales", lambda s: s[:, :56]),
          r"scales is \[2, 56\] in float16; it must be \[2, 64\] for 64 outputs of 64 inputs in 2 groups"),
         ("awq", {}, in_up_proj("qzeros", lambda z: z.half()), r"qzeros is \[2, 8\] in float16; it must be \[2, 8\]"),
-        ("gptq", {"group_size": 48}, None, r"has 64 inputs, which groups of 48 do not divide"),
+        ("gptq", {"group_size": 48}, None, r"has 64 inputs, which is not a multiple of the group size 48"),
         ("gptq", {"group_size": 16}, None, r"scales is \[2, 64\] in float16; it must be \[4, 64\]"),
         ("gptq", {"bits": 8}, None, r"scales is \[2, 64\] in float16; it must be \[1, 64\] for 64 outputs of 32"),
-        ("gptq", {}, queries_from_keys, r"self_attn\.q_proj\.weight is \[32, 64\] there, and \[64, 64\] in the model"),
+        ("gptq", {}, queries_from_keys, r"self_attn\.q_proj\.weight is \[32, 64\] there, but \[64, 64\] in the model"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_fit_are_refused_with_the_numbers(
@@ -413,14 +413,14 @@ def test_files_that_do_not_fit_are_refused_with_the_numbers(
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        (FORMS["awq"] | {"version": "gemv"}, "by awq, .*its version: gemv; here gemm can be read; .*gptqmodel"),
-        (FORMS["awq"] | {"backend": "llm-awq"}, "its version: llm-awq; here gemm can be read"),
-        (FORMS["awq"] | {"bits": 8}, "its bits: 8; here 4 can be read"),
-        (FORMS["gptq"] | {"bits": 3}, "by gptq, .*its bits: 3; here 2 or 4 or 8 can be read; .*optimum"),
-        (FORMS["gptq"] | {"checkpoint_format": "marlin"}, "its version: marlin; here gptq or gptq_v2 can be read"),
-        (FORMS["gptq"] | {"group_size": 0}, "its group_size: 0; it must be a number of inputs, or -1 for all"),
-        (of_compressed_tensors(num_bits=6), "its bits: 6; here 2 or 4 or 8 can be read"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "they describe 0 kinds of weights"),
+        (FORMS["awq"] | {"version": "gemv"}, "by awq, .*its version is gemv; only gemm can be read; .*gptqmodel"),
+        (FORMS["awq"] | {"backend": "llm-awq"}, "its version is llm-awq; only gemm can be read"),
+        (FORMS["awq"] | {"bits": 8}, "its bits is 8; only 4 can be read"),
+        (FORMS["gptq"] | {"bits": 3}, "by gptq, .*its bits is 3; only 2 or 4 or 8 can be read; .*optimum"),
+        (FORMS["gptq"] | {"checkpoint_format": "marlin"}, "its version is marlin; only gptq or gptq_v2 can be read"),
+        (FORMS["gptq"] | {"group_size": 0}, "its group_size is 0; it must be a number of inputs, or -1 for all"),
+        (of_compressed_tensors(num_bits=6), "its bits is 6; only 2 or 4 or 8 can be read"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "its config_groups describe 0 kinds"),
         (FORMS["compressed-tensors"] | {"transform_config": {"config_groups": {}}}, "it has a transform_config"),
     ],
 )
@@ -428,5 +428,5 @@ def test_what_is_not_read_is_refused_by_name(
     quantization: dict[str, Any], reason: str, tiny_model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text((tiny_model_path("llama") / "config.json").read_text())
-    with pytest.raises(UnsupportedModel, match=rf"{reason}.*not quantised, with model\.quantization: int8"):
+    with pytest.raises(UnsupportedModel, match=rf"{reason}.*unquantised checkpoint, with model\.quantization: int8"):
         load(described(tmp_path, quantization))

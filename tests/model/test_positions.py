@@ -60,7 +60,7 @@ def test_a_request_has_the_same_positions_beside_a_long_one_as_alone(
     long = make_request(tuple(3 + n % 200 for n in range(150)), max_tokens=16, ignore_eos=True)
     with caplog.at_level("INFO"):
         engine = build(path)
-    assert "all sequences have the longrope positions of a sequence of 256 tokens" in caplog.text
+    assert "all sequences use the longrope positions for 256 tokens" in caplog.text
     beside = run_to_end(engine, SHORT, long).token_ids
     alone = {}
     for request in (SHORT, long):
@@ -73,7 +73,7 @@ def test_a_request_has_the_same_positions_beside_a_long_one_as_alone(
 def test_a_model_whose_positions_follow_the_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, "longrope")
     monkeypatch.setattr("app.model.source.fix_positions", lambda module, max_model_len: None)
-    with pytest.raises(UnsupportedModel, match="beside a long sequence"):
+    with pytest.raises(UnsupportedModel, match="alongside a long sequence"):
         load(path, backend="torch")
     assert load(path, backend="torch", max_model_len=TRAINED).dtype is torch.float32
 

@@ -176,15 +176,15 @@ def test_weights_that_are_more_than_numbers_times_scales_are_left_to_transformer
         ({"quant_method": "eetq"}, "quantised by eetq, .*kernels"),
         ({"quant_method": "higgs"}, "quantised by higgs, .*only supported on GPU"),
         ({"quant_method": "spqr"}, "quantised by spqr, .*GPU is required"),
-        ({"quant_method": "their-own"}, "quantised by their-own, .*does not know it; it knows .*gptq"),
-        ({"bits": 4}, "quantised by unnamed, .*does not know it"),
+        ({"quant_method": "their-own"}, "quantised by their-own, .*does not support it, only .*gptq"),
+        ({"bits": 4}, "quantised by unnamed, .*does not support it"),
     ],
 )
 def test_others_are_refused_by_name_with_what_is_missing_and_the_fix(  # type: ignore[no-untyped-def]
     quantization, reason: str, tiny_model_path, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text((tiny_model_path("llama") / "config.json").read_text())
-    with pytest.raises(UnsupportedModel, match=rf"{reason}.*not quantised, with model\.quantization: int8"):
+    with pytest.raises(UnsupportedModel, match=rf"{reason}.*unquantised checkpoint, with model\.quantization: int8"):
         load(described(tmp_path, quantization))
 
 

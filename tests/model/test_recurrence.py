@@ -14,7 +14,7 @@ from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
-from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
+from app.model.recurrence import DeltaRuleInputs, MambaInputs, Recurrence, StatePieces, TorchRecurrence
 from tests.kit.models import CPU
 
 NUM_TOKENS = 23
@@ -89,10 +89,8 @@ def delta_rule(
     decay, beta = -torch.rand(num_tokens, value_heads), torch.rand(num_tokens, value_heads).to(dtype)
 
     def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
-        query, key, value, decay, beta = rows
-        return recurrence.gated_delta_rule(
-            query, key, value, decay, beta, states, pieces, scale=key_dim**-0.5, normalises=normalises
-        )
+        given = DeltaRuleInputs(*rows)
+        return recurrence.gated_delta_rule(given, states, pieces, scale=key_dim**-0.5, normalises=normalises)
 
     return Operator((query, key, value, decay, beta), (), torch.empty(value_heads, key_dim, value_dim), call)
 
@@ -112,7 +110,7 @@ def mamba1(
 
     def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         inputs, time_steps, into, out = rows
-        return recurrence.mamba1(inputs, time_steps, decay, into, out, skip, states, pieces)
+        return recurrence.mamba1(MambaInputs(inputs, time_steps, decay, into, out, skip), states, pieces)
 
     return Operator((inputs, time_steps, into, out), (decay, skip), torch.empty(num_channels, state_size), call)
 
@@ -136,7 +134,7 @@ def mamba2(
 
     def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         inputs, time_steps, into, out = rows
-        return recurrence.mamba2(inputs, time_steps, decay, into, out, skip, states, pieces)
+        return recurrence.mamba2(MambaInputs(inputs, time_steps, decay, into, out, skip), states, pieces)
 
     return Operator((inputs, time_steps, into, out), (decay, skip), torch.empty(num_heads, head_dim, state_size), call)
 

@@ -90,9 +90,7 @@ def test_a_state_that_is_not_computed_here_is_refused_by_name(tmp_path: Path) ->
     path = save_random_model(
         tmp_path, "minimax", layer_types=DELTA["layer_types"], head_dim=16, num_local_experts=4, block_size=16
     )
-    with pytest.raises(
-        UnsupportedModel, match=r"has layers with a state that is not computed here: lightning attention"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"has recurrent layers that are not supported: lightning attention"):
         load(path)
 
 

@@ -50,5 +50,5 @@ def test_adapters_are_unloaded_in_sleep_and_may_be_loaded_while_it_lasts(tmp_pat
 
 
 def test_what_cannot_give_its_weights_up_is_refused_with_the_reason(demo_path: Path) -> None:
-    with pytest.raises(InvalidSetup, match="runs on transformers' code, which keeps its weights"):
+    with pytest.raises(InvalidSetup, match="runs on transformers' code, which cannot release its weights"):
         build_sync_engine(config_of(demo_path, cache=KV, backend="torch"), SLEEPS)

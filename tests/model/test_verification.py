@@ -72,7 +72,7 @@ LLAMA_4 = {
 
 def test_queries_that_are_scaled_by_their_place_in_a_step_are_refused_at_any_length(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "llama4_text", floor_scale=100, **LLAMA_4)
-    with pytest.raises(UnsupportedModel, match=r"from token 100 on; a model\.max_model_len below 100 can be served"):
+    with pytest.raises(UnsupportedModel, match=r"from token 100 on, .* set model\.max_model_len below 100"):
         load(path)
     assert load(path, max_model_len=99).model_info.max_model_len == 99
 
@@ -100,7 +100,7 @@ def test_a_sequence_beside_another_is_compared_in_the_native_decoder(
     assert isinstance(load_native(tiny_model_path("llama")), NativeModel)
     monkeypatch.setattr(decoder, "build_segments", wrong)
     assert not isinstance(load(tiny_model_path("llama")), NativeModel)
-    assert "is allowed, for tokens beside another sequence" in caplog.text
+    assert "is allowed, for tokens alongside another sequence" in caplog.text
 
 
 def test_any_error_of_transformers_code_refuses_the_model_with_the_reason(tmp_path: Path) -> None:

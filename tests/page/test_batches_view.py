@@ -141,7 +141,7 @@ def test_a_failed_batch_names_the_lines_of_its_errors_and_lists_more(page: Any, 
     many.locator("summary").click()
     listed = many.locator("li").all_inner_texts()
     assert listed[:20] == [f"line {number}: {message}" for number in range(5, 25)]
-    assert listed[20:] == ["and 9 more in the answer of /v1/batches"]
+    assert listed[20:] == ["and 9 more in the response of /v1/batches"]
     for _ in range(2):
         looks_again(page)
     assert many.locator("li >> nth=20").is_visible(), "the list stays open"

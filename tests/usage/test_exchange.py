@@ -134,7 +134,7 @@ async def test_an_owner_that_does_not_answer_is_not_asked_for_the_next_file(
         raise AssertionError
 
     monkeypatch.setattr(owner, "report_usage", never)
-    with pytest.raises(Unavailable, match="has not answered"):
+    with pytest.raises(Unavailable, match="did not answer"):
         await exchange_of(UsageCounter(), owner, tmp_path).report_remains()
     assert (len(asked), caplog.text) == (1, "")
 
@@ -278,7 +278,7 @@ async def test_without_a_folder_to_write_to_usage_is_counted_all_the_same(
     (tmp_path / "usage").write_text("in the way")
     exchange = exchange_of(counter, owner, tmp_path)
     await exchange.open_journal()
-    assert "usage is not written to" in caplog.text
+    assert "usage cannot be journaled in" in caplog.text
     counter.add("alice", CALL)
     await exchange.exchange()
     assert owner.total() == CALL.used

@@ -26,7 +26,7 @@ class Authenticator(Protocol):
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """The accounts of all keys, or the single account of all requests if no keys are needed."""
+        """The accounts of all keys, or the single account of all requests if no keys are required."""
 
     @property
     def pools(self) -> SharedPools:
@@ -69,18 +69,18 @@ class KeyRing:
             account = self._accounts.get(hashlib.sha256(key).digest())
             if account is not None:
                 return account
-        raise Unauthenticated("this API key is not known here; check the key, or ask the operator for another key")
+        raise Unauthenticated("this API key is not valid; check the key, or ask the operator for another one")
 
     def account_named(self, name: str) -> Account:
         """Return the account of the key with this name.
 
-        Raises Unauthenticated if the key is gone, and for "", under which a service without keys stores its requests.
+        Raises Unauthenticated if the key was removed, and for "", the name that a service without keys stores.
         """
         if not name:  # no key could read the results, and no key's limits apply
             raise Unauthenticated("this request was sent without an API key, before this server required one")
         account = self._by_name.get(name)
         if account is None:
-            raise Unauthenticated("the API key that sent this request is no longer known here")
+            raise Unauthenticated("the API key of this request has been removed")
         return account
 
     @property
@@ -90,7 +90,7 @@ class KeyRing:
 
 
 class NoAuthentication:
-    """Gives all requests one account, which has no name. Only the limits of the process apply."""
+    """Assigns all requests to one account without a name. Only the limits of the process apply."""
 
     def __init__(self, pools: SharedPools | None = None, *, may_administer: bool = False) -> None:
         """`may_administer` opens the admin routes to requests without a key."""
@@ -99,15 +99,12 @@ class NoAuthentication:
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """The single account."""
         return [self._account]
 
     def account_of(self, headers: Headers) -> Account:
-        """Return the single account."""
         return self._account
 
     def account_named(self, name: str) -> Account:
-        """Return the single account."""
         return self._account
 
 
@@ -149,7 +146,7 @@ class AccountLimits:
                 limit.lose_owner(has_share=has_share)
 
     def _named(self, name: str) -> Account | None:
-        """Return the account of the key with this name, or None if the key is gone."""
+        """Return the account of the key with this name, or None if the key was removed."""
         try:
             return self._authenticator.account_named(name)
         except Unauthenticated:

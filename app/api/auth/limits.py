@@ -1,6 +1,7 @@
-"""The limits of a key: requests and tokens a minute, concurrent requests and body bytes, daily and monthly budgets.
+"""The limits of a key: requests and tokens per minute, concurrent requests, body bytes, daily and monthly budgets.
 
-Each process counts only its own requests, by its own clock. The ledger's owner divides the limits among the processes.
+Each process counts only its own requests, with its own clock. The ledger's owner divides the limits among the
+processes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from app.usage.records import MONEY, ROUNDING, SLOTS, BudgetTotals, LimitId, Lim
 CONCURRENCY_RETRY_S = 1.0  # the time until a slot is free is unknown, and a retry is cheap
 # Limit for all bodies being read or checked. A parsed body is several times larger, but one body is parsed at a time.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
-SLOT_WAIT_S = 0.5  # how long a request waits for another process to give up a slot
+SLOT_WAIT_S = 0.5  # how long a request waits for another process to release a slot
 SHARES_MOVE_S = 2.0  # time from a refusal until each process has reported its demand and received its new share
-# Without an answer from the ledger's owner, all processes together may use UNTOLD_PART of a budget. The batches process
+# While the ledger's owner does not answer, all processes together may use UNTOLD_PART of a budget. The batches process
 # may owe OWED_PART of it. Usage therefore exceeds a budget by at most the sum of both parts.
 UNTOLD_PART, OWED_PART = 0.05, 0.05
 
@@ -42,10 +43,10 @@ class TokenBucket:
         self._clock = clock
         self._share = self._first_share = share
         self._was_given = False  # whether the owner has assigned a share
-        self._is_led = False  # whether the owner answers
+        self._is_led = False  # whether the owner is answering
         self._balance = share * per_minute
         self._counted_at = clock()
-        self._elsewhere = 0.0  # the amount that can come from other processes
+        self._elsewhere = 0.0  # the amount that other processes can pass on
         self._wanted = self._refused = 0.0  # since the last report
 
     @property
@@ -55,7 +56,7 @@ class TokenBucket:
 
     @property
     def reset_s(self) -> float:
-        """Seconds until the bucket is full, if nothing is taken."""
+        """Seconds until the bucket is full, if nothing more is taken."""
         return max(0.0, self._share * self.limit - self._counted()) * 60 / self.limit
 
     def wait_s(self, amount: float, *, may_owe: bool = False) -> float:
@@ -117,7 +118,8 @@ class Slots:
     """A key's slots for concurrent requests. If several processes share the limit, each process has some of the slots.
 
     A request that finds no free slot may wait for a slot from another process. While requests wait in any process, all
-    processes return their free slots at once: if slots are few, the next request seldom arrives where one is free.
+    processes return their free slots immediately: if slots are few, the next request seldom arrives at a process that
+    has a free one.
     """
 
     def __init__(
@@ -130,13 +132,13 @@ class Slots:
         self._num_taken = num_taken
         self._hurry = hurry
         self._most_taken = self._num_refused = 0  # since the last report
-        self._is_led = False  # whether the owner answers
+        self._is_led = False  # whether the owner is answering
         self._some_wait_elsewhere = False
         self._waiting: deque[Callable[[], None]] = deque()
 
     @property
     def may_come(self) -> bool:
-        """Whether this process has no free slot, but another process may give one up."""
+        """Whether this process has no free slot, but another process may release one."""
         is_full = self._num_taken() >= self.num_here
         return is_full and self._is_led and self.num_here < self.limit and len(self._waiting) < self.limit
 
@@ -151,7 +153,7 @@ class Slots:
             self._waiting.remove(on_free)
 
     def note_end(self) -> None:
-        """Offer a released slot to the requests that wait, here or in another process."""
+        """Offer a released slot to waiting requests, here or in another process."""
         self._wake()
         if self._some_wait_elsewhere and self._num_taken() < self.num_here:
             self._hurry()
@@ -167,10 +169,10 @@ class Slots:
             self._most_taken = max(self._most_taken, num_taken + 1)
             return
         self._num_refused += 1
-        shared = f" ({of_others:,} of them in other processes now)" if of_others else ""
+        shared = f" ({of_others:,} of them currently in other processes)" if of_others else ""
         raise LimitReached(
-            f"this API key may have {self.limit:,} requests at once{shared} and has {num_taken:,}; wait for one of "
-            f"them",
+            f"this API key may run {self.limit:,} requests at once{shared} and is running {num_taken:,}; wait for "
+            f"one to finish",
             retry_after_s=SHARES_MOVE_S if of_others else CONCURRENCY_RETRY_S,
         )
 
@@ -209,7 +211,7 @@ class BudgetPart:
         self._wanted = self._refused = 0.0  # since the last report
 
     def allows(self, amount: float, *, may_owe: bool = False) -> bool:
-        """Return whether the amount may be reserved. With `may_owe`, `OWED_PART` of the budget is available on top."""
+        """Return whether the amount may be reserved. With `may_owe`, another `OWED_PART` of the budget is available."""
         return amount <= self.left + (OWED_PART if may_owe else ROUNDING) * self.limit
 
     def take(self, amount: float) -> None:
@@ -229,8 +231,8 @@ class BudgetPart:
         return use
 
     def set_share(self, share: Share) -> bool:
-        """Add the amount that the owner gives, or give up the amount that it takes. See `TokenBucket.set_share`."""
-        if self._was_given:  # since the report, requests may have reserved some of the amount that the owner takes
+        """Add the amount that the owner assigns, or subtract what it withdraws. See `TokenBucket.set_share`."""
+        if self._was_given:  # since the report, requests may have reserved some of the amount that the owner withdraws
             self.left += max(share.amount, -max(0.0, self.left))
         else:
             self.left += share.amount - self._first
@@ -252,10 +254,10 @@ class SharedPools:
     def __init__(
         self, max_requests: int = sys.maxsize, *, first_share: float = 1.0, shares_budgets: bool = False
     ) -> None:
-        """`max_requests` limits the requests that the process serves at once.
+        """`max_requests` limits the requests that the process serves concurrently.
 
         `first_share` is the process's share of each key's limits until the owner assigns a share. With
-        `shares_budgets`, the owner also assigns parts of budgets; otherwise, the process enforces budgets alone.
+        `shares_budgets`, the owner also assigns parts of budgets; otherwise, the process enforces budgets on its own.
         """
         self.first_share = first_share
         self.shares_budgets = shares_budgets
@@ -283,7 +285,7 @@ class Usage:
     num_requests: int = 0  # accepted requests, including running requests
     num_refused: int = 0  # requests that a limit of the key has refused
     num_running: int = 0
-    num_tokens: int = 0  # prompt and output tokens of ended requests
+    num_tokens: int = 0  # prompt and output tokens of requests that have ended
 
     def __add__(self, other: Usage) -> Usage:
         """Return the sum of the usage in two processes."""
@@ -301,10 +303,10 @@ class Account:
         *,
         may_administer: bool = False,
     ) -> None:
-        """Create an account. All requests to a service without keys share an account without key, name and limits.
+        """Create an account. All requests to a service without keys share one account, without a key, name or limits.
 
         All accounts of the process share `pools`. By default, the account has its own pools. `may_administer` opens the
-        admin routes to requests without a key. A key has a setting for this instead.
+        admin routes to requests without a key. A key has its own setting for this.
         """
         self._clock = clock
         self.pools = pools or SharedPools()
@@ -331,14 +333,14 @@ class Account:
         limits |= self._budget_parts
         # The limits that processes share.
         self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
-        self.is_limited = bool(self.shared_limits or self.budgets)  # by more than the pools of the process
+        self.is_limited = bool(self.shared_limits or self.budgets)  # by more than the process's pools
 
     @property
     def usage(self) -> Usage:
         return Usage(self._num_requests, self._num_refused, self.pools.requests.held(self), self._num_tokens)
 
     async def wait_for_slot(self) -> None:
-        """Wait up to `SLOT_WAIT_S` if no slot is free, but another process may give one up. Call before `reserve`."""
+        """Wait up to `SLOT_WAIT_S` if no slot is free, but another process may release one. Call before `reserve`."""
         slots = self.slots
         if slots is None or not slots.may_come:
             return
@@ -365,7 +367,7 @@ class Account:
             if slots is None and not running.allows(self, 1):
                 raise LimitReached(
                     f"{running.held(self):,} requests {self.of_sender} are running, and one more would exceed one "
-                    f"sender's current share of this server's {running.size:,} slots; wait for one of them",
+                    f"sender's current share of this server's {running.size:,} slots; wait for one to finish",
                     retry_after_s=CONCURRENCY_RETRY_S,
                 )
             if slots is not None:
@@ -393,7 +395,7 @@ class Account:
 
     @contextmanager
     def reserve_for_stored(self) -> Iterator[Reservation]:
-        """Reserve for a stored response, which the process that received it has counted as a request.
+        """Reserve for a stored response, which the receiving process has already counted as a request.
 
         The receiving process holds the tokens for the response, so this process may use them before they have moved.
         """
@@ -407,7 +409,7 @@ class Account:
         reservation.release_body()
         self.pools.logprobs.take(self, -reservation.num_logprobs)
         calls = [call for usage in reservation.usages if (call := usage()).used.num_requests]
-        reservation.usages.clear()  # they refer to answers, which must not outlive the request in the server's scope
+        reservation.usages.clear()  # they refer to answers, which must not outlive the request
         for call in calls:
             self.pools.usage.add(self.name, call)
         num_used = sum(call.used.num_tokens for call in calls)
@@ -435,7 +437,7 @@ class Account:
     def check_model(self, name: str) -> None:
         """Raise NotPermitted if the key may not use this model."""
         if not self.may_use(name):
-            raise NotPermitted(f"this API key is not for the model {name!r}; ask for another key", param="model")
+            raise NotPermitted(f"this API key may not use the model {name!r}; send another key", param="model")
 
     def may_use(self, model_name: str) -> bool:
         """Return whether the key may use this model."""
@@ -445,15 +447,15 @@ class Account:
         """Return the key's limit of output tokens or None. Raises InvalidRequest if `asked`, in `param`, exceeds it."""
         cap = self.key.max_tokens if self.key else None
         if cap is not None and asked is not None and asked > cap:
-            raise InvalidRequest(f"{param} is {asked:,}; this API key may ask for at most {cap:,}", param=param)
+            raise InvalidRequest(f"{param} is {asked:,}; this API key may request at most {cap:,}", param=param)
         return cap
 
     def check_priority(self, asked: int) -> None:
         """Raise InvalidRequest if the key may not use a priority this high (a number this low)."""
         if self.key is not None and asked < self.key.min_priority:
             raise InvalidRequest(
-                f"priority is {asked}; this API key may ask for {self.key.min_priority} or more (a lower number goes "
-                f"first); send no lower one",
+                f"priority is {asked}; this API key may use {self.key.min_priority} or higher (lower numbers run "
+                f"first); raise it",
                 param="priority",
             )
 
@@ -476,7 +478,7 @@ class Account:
                 raise (MoneySpent if name == MONEY else BudgetSpent)(
                     f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved, and this "
                     f"request needs up to {amount(needed)}; the budget is renewed at "
-                    f"{renewed_at:%Y-%m-%dT%H:%M:%SZ}; wait, or ask for fewer tokens",
+                    f"{renewed_at:%Y-%m-%dT%H:%M:%SZ}; wait, or request fewer tokens",
                     retry_after_s=renewed_at.timestamp() - counter.now,
                 )
             part = self._budget_parts.get(name)
@@ -484,13 +486,13 @@ class Account:
                 part.refuse(needed)
                 raise LimitReached(
                     f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved. This request "
-                    f"needs up to {amount(needed)}, and this process may give {amount(max(0, part.left))} now; other "
-                    f"processes hold the rest. Try again in {SHARES_MOVE_S:.0f} s, or ask for fewer tokens",
+                    f"needs up to {amount(needed)}, and this process has {amount(max(0, part.left))} available; other "
+                    f"processes hold the rest. Try again in {SHARES_MOVE_S:.0f} s, or request fewer tokens",
                     retry_after_s=SHARES_MOVE_S,
                 )
 
     def reserve_of_budgets(self, num_tokens: int, cost: float) -> None:
-        """Reserve the maximum that a running request may use, from all budgets."""
+        """Reserve the maximum usage of a running request in all budgets."""
         self.reserved = self.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
         self._take_of_budgets(num_tokens, cost)
 
@@ -526,7 +528,7 @@ def _check(bucket: TokenBucket, amount: int, what: str, *, may_owe: bool = False
     if wait_s > 0:
         bucket.refuse(amount)
         raise LimitReached(
-            f"this API key may use {bucket.limit:,} {what} a minute; this request needs up to {amount:,} and "
+            f"this API key may use {bucket.limit:,} {what} a minute; this request needs up to {amount:,}, and "
             f"{bucket.remaining:,} are left; try again in {wait_s:.1f} s",
             retry_after_s=wait_s,
         )
@@ -542,7 +544,7 @@ class Reservation:
     cost_reserved: float = 0.0
     num_body_bytes: int = 0
     num_logprobs: int = 0
-    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # return the actual usage, at the end
+    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # return the usage so far; called at the end
 
     def reserve(self, num_tokens: int, *, num_logprobs: int = 0, cost: float = 0.0) -> None:
         """Reserve the maximum that a request may need. When the request ends, the unused part is returned.
@@ -569,7 +571,7 @@ class Reservation:
                 raise LimitReached(
                     f"this answer may have {num_logprobs:,} log-probabilities; other running answers "
                     f"{account.of_sender} may have {pool.held(account):,}. The sum exceeds one sender's current share "
-                    f"of the {pool.size:,} that this server holds at once; wait for them, or ask for fewer tokens",
+                    f"of the {pool.size:,} that this server holds at once; wait for them, or request fewer tokens",
                     retry_after_s=CONCURRENCY_RETRY_S,
                 )
             pool.take(account, num_logprobs)
@@ -595,6 +597,6 @@ class Reservation:
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:
-    """Return the rate limit headers of the account in a request's state; empty before the account is known."""
+    """Return the rate limit headers of the account in a request's state, or {} before the account is known."""
     account = state.get("account")
     return account.headers() if isinstance(account, Account) else {}

@@ -1,1 +1,1 @@
-"""The endpoints, one file for each."""
+"""The endpoints, one file each."""

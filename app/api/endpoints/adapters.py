@@ -65,13 +65,12 @@ class AdapterRoutes(RouteGroup):
     """The routes of `/admin/adapters`, for admins."""
 
     def __init__(self, handler: RequestHandler, fleets: Mapping[str, AdapterFleet]) -> None:
-        """`fleets` maps model names to fleets. A model without a fleet offers only the adapters of the config."""
+        """`fleets` maps model names to fleets. A model without a fleet offers only the configured adapters."""
         self._handler = handler
         self._fleets = fleets
 
-    @Operation("get", "/admin/adapters", "The LoRA adapters, and which replicas have them", "AdapterList")
+    @Operation("get", "/admin/adapters", "The LoRA adapters, and the replicas that have loaded them", "AdapterList")
     async def show(self, request: Request) -> Response:
-        """List the adapters of every model and the replicas that have loaded them."""
         found = {model: await fleet.loaded() for model, fleet in self._fleets.items()}
         entries = [_entry(model, each, of) for model, of in found.items() for each in self._fleets[model].adapters]
         replicas = [
@@ -84,7 +83,7 @@ class AdapterRoutes(RouteGroup):
 
     @Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*OF_A_BODY, "503"), (AdapterToLoad,))
     async def load(self, request: Request) -> Response:
-        """Load an adapter, which replaces one of the same name, and respond with its entry."""
+        """Load an adapter, replacing any adapter of the same name, and respond with its entry."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
         asked = AdapterToLoad.checked(body)
         model = self._handler.names.model(asked.model, reservation_of(request).account).base
@@ -98,7 +97,6 @@ class AdapterRoutes(RouteGroup):
 
     @Operation("delete", "/admin/adapters/{name:path}", "Stop serving an adapter", "Anything", ("404",))
     async def unload(self, request: Request) -> Response:
-        """Stop serving an adapter."""
         name = request.path_params["name"]
         served = self._handler.names.models.get(name)
         if served is None or served.adapter is None:
@@ -111,7 +109,7 @@ class AdapterRoutes(RouteGroup):
         served = self._handler.names.models.get(name)
         is_other = served is not None and (served.adapter is None or served.base != model)
         if is_other or name in self._handler.names.pipelines:
-            raise InvalidRequest(f"name is {name!r}; another model has this name; choose another name", param="name")
+            raise InvalidRequest(f"the name {name!r} is already in use; choose another name", param="name")
 
     def _fleet(self, model: str) -> AdapterFleet:
         if model not in self._fleets:

@@ -1,4 +1,4 @@
-"""GET /admin/keys and /admin/fleet: the usage of each API key and the state of replicas, without keys or prompts."""
+"""GET /admin/keys and /admin/fleet: the usage of API keys and the state of replicas, without any keys or prompts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ProcessReport:
     """The report of one process that sends requests to replicas: an ingress or the batches process."""
 
     process: str
-    usage: Mapping[str, Usage] = field(default_factory=dict)  # by the name of the key
+    usage: Mapping[str, Usage] = field(default_factory=dict)  # by key name
     used: Mapping[UsedFor, Used] = field(default_factory=dict)  # usage that the ledger may not contain yet
-    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # the replicas that the process sees, by model
+    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # the replicas known to the process, by model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,6 @@ Collect = Callable[[], Awaitable[Answers[ProcessReport]]]
 
 
 class AdminRoutes(RouteGroup):
-    """`GET /admin/keys` and `GET /admin/fleet`."""
-
     def __init__(
         self,
         authenticator: Authenticator,
@@ -62,7 +60,7 @@ class AdminRoutes(RouteGroup):
         ]
         return _list(entries, answers)
 
-    @Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet")
+    @Operation("get", "/admin/fleet", "Each process's view of the replicas", "AdminFleet")
     async def fleet(self, request: Request) -> Response:
         """List each process's view of each model's replicas. The views differ if the network is partitioned.
 
@@ -79,7 +77,7 @@ class AdminRoutes(RouteGroup):
 
 
 def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
-    """Return the usage that this process has counted, by the name of the key."""
+    """Return the usage that this process has counted, by key name."""
     return {account.name: account.usage for account in authenticator.accounts}
 
 

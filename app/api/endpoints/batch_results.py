@@ -1,4 +1,4 @@
-"""Reads the results of a batch from the batch's files, in the order of its input."""
+"""Reads the results of a batch from its files, in the order of its input."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def speed(latency_s: float | None, num_tokens: int) -> Json:
 
 
 async def results_of(service: BatchService, owner: str, batch: Json) -> bytes | None:
-    """Return the results of a batch that has ended, as a JSON array.
+    """Return the results of a finished batch as a JSON array.
 
-    Returns None if the batch's files are gone or too large, or if no item of the batch has ended.
+    Returns None if the batch's files are gone or too large, or if no item of the batch was finished.
     """
     file_ids = [batch["input_file_id"], batch["output_file_id"], batch["error_file_id"]]
     if not any(file_ids[1:]):

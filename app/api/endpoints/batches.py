@@ -32,7 +32,7 @@ def _text(value: Any) -> Any:
 
 
 class WebhookRequest(Schema):
-    """The receiver of a message when the batch ends. The secret signs the message (Standard Webhooks)."""
+    """The receiver of the message that is sent when the batch ends. The secret signs it (Standard Webhooks)."""
 
     url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
     secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)
@@ -65,9 +65,8 @@ class BatchRoutes(RouteGroup):
     def __init__(self, service: BatchService) -> None:
         self._service = service
 
-    @Operation("post", "/v1/batches", "Start a batch over a file", "Batch", OF_GENERATION, (BatchRequest,))
+    @Operation("post", "/v1/batches", "Create a batch from a file", "Batch", OF_GENERATION, (BatchRequest,))
     async def create(self, request: Request) -> Response:
-        """Start a batch over an uploaded file."""
         body = await read_json_object(request, _BODY_LIMITS)
         if asks_for(request.headers, STRICT_HEADER):
             refuse_unknown(body, BatchRequest)
@@ -91,10 +90,8 @@ class BatchRoutes(RouteGroup):
 
     @Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
-        """Return the object of one batch."""
         return JSONResponse(await self._service.batch(owner_of(request), request.path_params["batch_id"]))
 
-    @Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", OF_A_LIST)
+    @Operation("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch", "Batch", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:
-        """Stop a batch."""
         return JSONResponse(await self._service.cancel_batch(owner_of(request), request.path_params["batch_id"]))

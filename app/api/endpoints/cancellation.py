@@ -1,4 +1,4 @@
-"""POST /v1/requests/{id}/cancel: ends a running request as if its client had disconnected, but sends it an error."""
+"""POST /v1/requests/{id}/cancel: cancels a running request as a disconnect would, but sends an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.api.http.operations import Operation, RouteGroup
 from app.api.request_context import RequestContext
 from app.errors import NotFound
 
-# Ends the request with this id if the named account sent it (None means any account). Returns whether it was found.
+# Cancels the request with this id if the named account sent it (None means any account). Returns whether it was found.
 Cancel = Callable[[str, str | None], Awaitable[bool]]
 
 
@@ -29,7 +29,7 @@ class RunningCalls:
         """Cancel a call of this process; see `Cancel`.
 
         `request_id` identifies the request, its response, or one of its engine requests, whose ids the live view shows.
-        Searches all calls, because cancellations are rare and an index would cost work for every request.
+        Searches all calls, because cancellations are rare and an index would add work to every request.
         """
         ended = [
             self._fleets[prepared.model.base].cancel(each.request_id)
@@ -56,8 +56,8 @@ class CancelRoutes(RouteGroup):
         account, request_id = reservation_of(request).account, request.path_params["request_id"]
         if not await self._cancel(request_id, None if account.may_administer else account.name):
             raise NotFound(
-                f"no request {request_id[:100]!r} of this key runs now: the request has ended, waits for a replica, or "
-                f"is in a batch; cancel the whole batch instead",
+                f"this key has no running request {request_id[:100]!r}; the request may have ended, be waiting for a "
+                f"replica, or belong to a batch, which can only be cancelled as a whole",
                 code="request_not_found",
             )
         return JSONResponse({"id": request_id, "object": "request", "status": "cancelled"})

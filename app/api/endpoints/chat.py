@@ -17,7 +17,7 @@ from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks
 
-# The share of the output that reasoning may take, by its effort. The numbers are OpenRouter's.
+# The share of the output that reasoning may use, by effort. The numbers are OpenRouter's.
 _EFFORTS: dict[ReasoningEffort, float] = {
     "none": 0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95,
 }  # fmt: skip
@@ -39,10 +39,10 @@ def prepare_chat(
 
 
 def check_bulk_chat(body: ChatRequest) -> None:
-    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    """Raise InvalidRequest if a bulk run cannot answer this item with one text."""
     check_bulk_answer(body)
     if body.tools and body.tool_choice != "none":
-        raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")
+        raise InvalidRequest("bulk runs do not support tools; send this item to a service", param="tools")
 
 
 def _with_thought(
@@ -53,7 +53,7 @@ def _with_thought(
     prompt: tuple[int, ...],
     max_tokens: int,
 ) -> Grammar | None:
-    """Return the grammar with the reasoning before the constrained output, and with the limit of reasoning tokens."""
+    """Return the grammar extended by the reasoning before the constrained output, with its token limit."""
     budget = _budget(body, max_tokens)
     if (grammar is None and budget is None) or _is_over(reasoning, body, model, prompt):
         return grammar
@@ -69,7 +69,7 @@ def _budget(body: ChatRequest, max_tokens: int) -> int | None:
 
 
 def _reasoning(body: ChatRequest, model: ServedModel, marks: ReasoningMarks, prompt: tuple[int, ...]) -> Reasoning:
-    """Return how to find reasoning in the output. The template or a continued message may have begun the reasoning."""
+    """Return how to find reasoning in the output. The template or a continued message may have started it."""
     if body.continue_final_message:
         return Reasoning(marks=marks, is_open=marks.are_open(body.messages[-1].content or ""))
     return Reasoning(marks=marks, is_open=_ends_with(prompt, model, marks.begin))

@@ -23,7 +23,7 @@ from app.json_pieces import Rows
 def prepare_classification(body: ClassifyRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the texts. Raises InvalidRequest."""
     if not model.model_info.labels:
-        raise InvalidRequest(f"the model {model.name!r} is no classifier; choose a model with labels", param="model")
+        raise InvalidRequest(f"the model {model.name!r} is not a classifier; choose a model with labels", param="model")
     check_number_of_texts(body.input, context.limits)
     pooling = Pooling.SCORE if body.is_activated else Pooling.LOGIT
     return prepare_pooling("classify-", body, model, context, encode_texts(body.input, body, model), pooling)
@@ -49,9 +49,9 @@ class ClassificationWriter(ReadoutWriter[Vector]):
     def value(self, index: int, numbers: Vector, model_info: ModelInfo) -> Vector:
         labels = model_info.labels
         if len(numbers) != len(labels):
-            raise Failure(f"the model gave text {index} {len(numbers):,} scores, but has {len(labels):,} labels")
+            raise Failure(f"the model returned {len(numbers):,} scores for text {index}; it has {len(labels):,} labels")
         if not np.isfinite(numbers).all():
-            raise Failure(f"the model gave text {index} scores that are not finite: {numbers[:10].tolist()}")
+            raise Failure(f"the model returned scores for text {index} that are not finite: {numbers[:10].tolist()}")
         return numbers
 
     def rows(self, values: Sequence[Vector], model_info: ModelInfo) -> Rows[Label]:

@@ -20,7 +20,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
     limits, shared = context.limits, shared_fields(body, model, context)
     if len(body.prompt) > limits.max_prompts:
         raise InvalidRequest(
-            f"prompt holds {len(body.prompt):,} prompts; this server accepts {limits.max_prompts:,} in one call",
+            f"prompt contains {len(body.prompt):,} prompts; this server accepts {limits.max_prompts:,} in one call",
             param="prompt",
         )
     num_requests, param = len(body.prompt) * body.num_samples, "n" if body.best_of is None else "best_of"
@@ -48,17 +48,17 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
 
 
 def check_bulk_completion(body: CompletionRequest) -> None:
-    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    """Raise InvalidRequest if a bulk run cannot answer this item with one text."""
     check_bulk_answer(body, echo=body.echo)
     if len(body.prompt) != 1:
-        message = f"prompt holds {len(body.prompt):,} prompts; an item has one prompt: write an item for each prompt"
+        message = f"prompt contains {len(body.prompt):,} prompts; an item may have only one; write an item for each"
         raise InvalidRequest(message, param="prompt")
 
 
 def _echoes(
     body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[EchoedPrompt, ...]:
-    """Return the echo of each prompt: the text as sent, or the decoded ids of a truncated prompt or a prompt of ids."""
+    """Return each prompt's echo: the text as sent, or the decoded ids if the prompt was truncated or sent as ids."""
     is_cut = body.truncate_prompt_tokens is not None
     added, _ = model.tokenizer.added_around if body.add_special_tokens else ((), ())
 

@@ -1,7 +1,7 @@
-"""POST /v1/decisions: answers questions about one input by the probabilities of labels as the first reply token.
+"""POST /v1/decisions: answers questions about one input with the probabilities of labels as the first reply token.
 
-A question is one request for one token. Its prompt is a user message in the model's chat template. The message begins
-with the input, so all questions share a prefix.
+Each question becomes one request that generates one token. Its prompt is a user message in the model's chat template.
+The message starts with the input, so all questions share a prefix.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from app.json_pieces import Json, Rows
 from app.text import Tokenizer
 from app.text.text_pairs import EncodedText
 
-PROMPT_VERSION = 1  # version of the prompt's wording: each change of the wording changes probabilities
+PROMPT_VERSION = 1  # of the prompt's wording; any change of the wording changes the probabilities
 
 _YES_OR_NO = (("Yes", "No"), ("yes", "no"), ("A", "B"))  # the first pair whose labels are one token each is used
 # Questions with more choices than letters also use pairs of letters that are one token.
 _LETTERS = tuple(ascii_uppercase)
 _PAIRS = tuple(map("".join, product(ascii_uppercase, repeat=2)))
-_Labels = Mapping[str, int]  # the token of each label of a question, in the order of its answers
+_Labels = Mapping[str, int]  # the token of each of a question's labels, in the order of its answers
 
 
 def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
@@ -76,12 +76,12 @@ def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: Reque
 
 
 def _message_begin(text: str) -> str:
-    """Return the part that all questions share. The part ends with a letter before a colon, where a token also ends."""
+    """Return the part that all questions share. It ends with a letter before a colon, where a token also ends."""
     return f"{text}\n\nQuestion"
 
 
 def _message_end(question: AnyQuestion, labels: _Labels) -> str:
-    """Return the rest of the message for one question. The rest begins with a colon and ends with a full stop."""
+    """Return the rest of the message for one question. It starts with a colon and ends with a full stop."""
     answers: Sequence[Option | ScoreLevel]
     if isinstance(question, Predicate):
         answers = [Option(value="Yes"), Option(value="No")] if "A" in labels else []
@@ -107,7 +107,7 @@ def _listed(answers: Sequence[Option | ScoreLevel], labels: Iterable[str]) -> st
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The text around each question: `begin` ends with the input, and `reply` leads to the model's reply."""
+    """The text around each question. `begin` ends inside the message, and `reply` starts after the message."""
 
     begin: str
     reply: str
@@ -139,7 +139,7 @@ class _Frame:
         _check_lengths(num_shared, list(map(len, of_ends)), model)
         if first[num_shared:] == of_ends[0]:
             return [first[:num_shared] + end for end in of_ends]
-        # A token of this tokenizer spans the border, so the prompts are encoded as a whole.
+        # A token spans the border between the two parts, so each prompt is encoded as a whole.
         return encode_prompts([self.begin + end for end in ends], model, "input", add_special_tokens=False)
 
 
@@ -149,7 +149,7 @@ def _check_lengths(num_shared: int, num_own: Sequence[int], model: ServedModel) 
         if num_shared + num_tokens > most:
             raise ContextTooLong(
                 f"input has {num_shared:,} tokens and questions[{number}] has {num_tokens:,}; this model accepts "
-                f"{most:,} tokens together; shorten the input or the question",
+                f"{most:,} tokens in total; shorten the input or the question",
                 param="input" if num_shared >= num_tokens else f"questions[{number}]",
             )
     num_all = num_shared * len(num_own) + sum(num_own)
@@ -173,8 +173,8 @@ def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel)
         if len(labels) < wanted:
             param = f"questions[{number}].{param}"
             raise InvalidRequest(
-                f"{param} asks for {wanted:,} answers; the tokenizer of {model.name!r} has {len(labels):,} labels of "
-                f"one token, and splits all other labels; choose another model, or ask for fewer answers",
+                f"{param} requires {wanted:,} labels; the tokenizer of {model.name!r} has {len(labels):,} that are one "
+                f"token; choose another model, or request fewer answers",
                 param=param,
             )
         found.append(dict(islice(labels.items(), wanted)))
@@ -183,7 +183,7 @@ def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel)
 
 @lru_cache(maxsize=64)  # a model needs few entries; encoding 26 letters takes 0.5 ms, and 7 ms with the pairs
 def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) -> _Labels:
-    """Return the labels that are one token at the start of the reply, with that token."""
+    """Return the labels that are one token at the start of the reply, mapped to that token."""
     before, *encoded = tokenizer.encode_all([f".{reply}", *(f".{reply}{label}" for label in labels)])
     return {
         label: token_ids[-1]
@@ -198,14 +198,14 @@ def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) ->
 def check_one_question(body: DecisionsRequest) -> None:
     """Raise InvalidRequest for an item of a bulk run with several questions."""
     if len(body.questions) != 1:
-        message = f"questions holds {len(body.questions):,}; an item has one question: write an item for each"
+        message = f"questions contains {len(body.questions):,}; an item may have only one; write an item for each"
         raise InvalidRequest(message, param="questions")
 
 
 class Decision(TypedDict):
     type: Literal["predicate", "choice", "score"]
     name: str | None
-    probability: NotRequired[float]  # only of a predicate, which has none of the fields below
+    probability: NotRequired[float]  # only for a predicate, which has none of the fields below
     choice: NotRequired[str | bool]
     score: NotRequired[float]
     probabilities: NotRequired[list[Json]]
@@ -220,7 +220,7 @@ class Decisions(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class DecisionsWriter(ReadoutWriter[Sequence[float]]):
-    """Writes the answers. The prompt version is a header: OpenAI's schema allows no other fields."""
+    """Writes the answers. The prompt version is a header, because OpenAI's schema allows no other fields."""
 
     headers: ClassVar[Mapping[str, str]] = MappingProxyType({"x-carousel-prompt-version": str(PROMPT_VERSION)})
 
@@ -240,7 +240,7 @@ class DecisionsWriter(ReadoutWriter[Sequence[float]]):
 
 
 async def label_logprobs(state: ResponseState) -> list[Sequence[float]]:
-    """Wait for a call's requests; return the log-probabilities of each one's labels. Raises Unavailable and Failure."""
+    """Wait for all requests, and return the log-probabilities of each one's labels. Raises Unavailable and Failure."""
     found: dict[int, Sequence[float]] = {}
 
     def keep(piece: ChoiceDelta) -> None:
@@ -250,14 +250,14 @@ async def label_logprobs(state: ResponseState) -> list[Sequence[float]]:
     await state.read(keep)
     for index, request in enumerate(state.prepared.requests):
         if len(found.get(index, ())) != len(request.sampling.logprob_token_ids):
-            raise Unavailable("a replica of an older version returned no probabilities of labels; try again")
+            raise Unavailable("a replica of an older version returned no probabilities for labels; try again")
     return [_checked(index, found[index]) for index in range(len(found))]
 
 
 def _checked(index: int, logprobs: Sequence[float]) -> Sequence[float]:
     """Return the log-probabilities of a question's labels. Raises Failure if none of them is finite."""
     if not math.isfinite(max(logprobs)):
-        raise Failure(f"the model gave the answers to question {index} the log-probabilities {logprobs[:10]}")
+        raise Failure(f"the model returned no finite log-probability for question {index}: {logprobs[:10]}")
     return logprobs
 
 

@@ -28,7 +28,7 @@ def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: Req
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.model_info.embedding_size
     if model.pooling is None or size is None:
-        raise InvalidRequest(f"the model {model.name!r} gives no embeddings; choose another model", param="model")
+        raise InvalidRequest(f"the model {model.name!r} computes no embeddings; choose another model", param="model")
     check_number_of_texts(body.input or (), context.limits)
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(
@@ -50,7 +50,7 @@ def check_number_of_texts(texts: Sequence[object], limits: RequestLimits) -> Non
     """Raise InvalidRequest if `input` has more texts than one call may have."""
     if len(texts) > limits.max_inputs:
         raise InvalidRequest(
-            f"input holds {len(texts):,} texts; this server accepts {limits.max_inputs:,} in one call", param="input"
+            f"input contains {len(texts):,} texts; this server accepts {limits.max_inputs:,} in one call", param="input"
         )
 
 
@@ -70,7 +70,7 @@ def encode_texts(texts: Sequence[str | list[int]], body: TextsRequest, model: Se
 
 
 class _Cut:
-    """Cuts a text to `truncate_prompt_tokens`. The tokens that the tokenizer puts around the text are kept."""
+    """Truncates a text to `truncate_prompt_tokens`, but keeps the tokens that the tokenizer adds around the text."""
 
     def __init__(self, body: TextsRequest, model: ServedModel, add_special_tokens: bool) -> None:
         most = body.truncate_prompt_tokens
@@ -79,7 +79,7 @@ class _Cut:
         self._around = model.tokenizer.added_around if add_special_tokens else ((), ())
 
     def __call__(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the token ids that remain, cut as transformers does. Raises InvalidRequest if the limit is too low."""
+        """Return the remaining token ids, as transformers does. Raises InvalidRequest if the limit is too low."""
         if self._most is None or len(token_ids) <= self._most:
             return token_ids
         before, after = self._around
@@ -90,8 +90,8 @@ class _Cut:
         if room < 0:
             around = len(before) + len(after)
             raise InvalidRequest(
-                f"truncate_prompt_tokens is {self._most:,}; the tokenizer puts {around} tokens around each text, so it "
-                f"must be at least {around}",
+                f"truncate_prompt_tokens is {self._most:,}; it must be at least {around}, because the tokenizer adds "
+                f"{around} tokens to each text",
                 param="truncate_prompt_tokens",
             )
         return (*before, *(text[len(text) - room :] if self._at_begin else text[:room]), *after)
@@ -103,7 +103,7 @@ def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
     if num_tokens > max_model_len:
         raise ContextTooLong(
             f"{param} has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten the text, or "
-            f"send truncate_prompt_tokens: -1 to cut it",
+            f"send truncate_prompt_tokens: -1 to truncate it",
             param=param,
         )
 
@@ -111,7 +111,7 @@ def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
 def check_one_text(body: Any) -> None:
     """Raise InvalidRequest for an item of a bulk run with several texts."""
     if body.input is not None and len(body.input) != 1:
-        message = f"input holds {len(body.input):,} texts; an item has one text: write an item for each text"
+        message = f"input contains {len(body.input):,} texts; an item may have only one; write an item for each"
         raise InvalidRequest(message, param="input")
 
 
@@ -153,20 +153,20 @@ class EmbeddingsWriter(ReadoutWriter[Vector]):
 
 
 async def vectors_of(state: ResponseState) -> list[Vector]:
-    """Wait for the vectors of all requests of a call, scaled to length 1."""
+    """Wait for the vectors of a call's requests, and return them scaled to length 1."""
     return await results_of(state, lambda _, numbers: first_numbers(numbers, None))
 
 
 def first_numbers(numbers: Vector, dimensions: int | None, *, are_normalised: bool = True) -> Vector:
     """Return the first `dimensions` numbers of a vector, by default scaled to length 1.
 
-    A cut vector may be all zeros, above all in bfloat16; it stays all zeros. Raises Failure if the length of the whole
-    vector is zero or not finite.
+    A truncated vector may be all zeros, especially in bfloat16, and is then not scaled. Raises Failure if the length of
+    the whole vector is zero or not finite.
     """
     exact = numbers.astype(np.float64)
     length = math.sqrt(exact @ exact)
     if not (math.isfinite(length) and length):
-        raise Failure(f"the model gave a vector of length {length}")
+        raise Failure(f"the model returned a vector of length {length}")
     kept = exact[:dimensions]
     if are_normalised:
         kept = kept / (math.sqrt(kept @ kept) or 1.0)

@@ -1,4 +1,4 @@
-"""The declaration of an endpoint that computes on replicas. Each file of an endpoint has one."""
+"""The declaration of an endpoint whose requests run on replicas. Each endpoint's file contains one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.api.schemas.requests import GenerationRequest, QueuedRequest
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint that computes on replicas."""
+    """An endpoint whose requests run on replicas."""
 
     path: str
     schema: type[QueuedRequest]
@@ -23,10 +23,10 @@ class Endpoint:
     summary: str  # the summary in the OpenAPI document
     response: type[Any]  # the `TypedDict` of the response, from which the OpenAPI document is derived
     aliases: tuple[str, ...] = ()  # other HTTP paths of the endpoint
-    # Raises InvalidRequest for a body that a bulk run cannot answer with one text. None: not for bulk runs.
+    # Raises InvalidRequest for a body that a bulk run cannot answer with one text. None if bulk runs are unsupported.
     check_bulk: Callable[[Any], None] | None = None
 
     @property
     def generates(self) -> bool:
-        """Whether the response has generated text."""
+        """Whether the response contains generated text."""
         return issubclass(self.schema, GenerationRequest)

@@ -24,7 +24,7 @@ from app.errors import InvalidRequest
 MAX_FILE_BYTES = BatchLimits().max_file_bytes
 MAX_LIMIT = 10_000  # OpenAI's limit
 MAX_FILES_OF_PAGE = 1000  # a larger page would block the event loops of the processes that pass it on
-_FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # form fields beside the file
+_FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # form fields besides the file
 
 
 class ExpiresAfter(Schema):
@@ -42,7 +42,6 @@ class FileRoutes(RouteGroup):
 
     @Operation("post", "/v1/files", "Upload a file", "File", (*OF_A_LIST, "413"))
     async def create(self, request: Request) -> Response:
-        """Store an uploaded file."""
         service = self._service
         async with upload(service, owner_of(request)) as upload_id:
             form = await read_form(
@@ -57,23 +56,20 @@ class FileRoutes(RouteGroup):
         query=page_query(MAX_LIMIT) | {"purpose": {"schema": TEXT}},
     )  # fmt: skip
     async def list(self, request: Request) -> Response:
-        """List a page of files, by default the newest first. `has_more` says whether more files follow."""
+        """List a page of files, by default the newest first. `has_more` shows whether more files follow."""
         page = page_of(owner_of(request), request.query_params, max_limit=MAX_LIMIT, default_limit=MAX_LIMIT)
         return JSONResponse(await self._service.files(replace(page, limit=min(page.limit, MAX_FILES_OF_PAGE))))
 
     @Operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
-        """Return the object of one file."""
         return JSONResponse(await self._service.file(owner_of(request), request.path_params["file_id"]))
 
     @Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", OF_A_LIST)
     async def delete(self, request: Request) -> Response:
-        """Delete a file."""
         return JSONResponse(await self._service.delete_file(owner_of(request), request.path_params["file_id"]))
 
     @Operation("get", "/v1/files/{file_id}/content", "A file's content", None, OF_A_LIST, media=("application/jsonl",))
     async def content(self, request: Request) -> Response:
-        """Stream the content of a file."""
         file = await self._service.file(owner_of(request), request.path_params["file_id"])
         num_bytes = file["bytes"]
         headers = {"Content-Length": str(num_bytes), "X-Content-Type-Options": "nosniff"}
@@ -133,7 +129,7 @@ def _expires_after_s(fields: dict[str, str]) -> int | None:
 
 
 def page_of(owner: str, query: Mapping[str, str], *, max_limit: int, default_limit: int) -> PageOf:
-    """Return the page that `after`, `limit`, `order` and `purpose` ask for. Raises InvalidRequest."""
+    """Return the page requested by `after`, `limit`, `order` and `purpose`. Raises InvalidRequest."""
     limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= max_limit):
         raise InvalidRequest(f"limit should be 1 to {max_limit:,}; got {limit[:40]!r}", param="limit")

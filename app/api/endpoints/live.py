@@ -1,4 +1,4 @@
-"""GET /admin/live: streams the work of all engines. Events contain ids, tenants and numbers, no prompts or outputs."""
+"""GET /admin/live: streams the work of all engines. Events contain ids, tenants and numbers, but no texts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from app.api.http.sse import EventResponse
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.errors import InvalidRequest, Overloaded
 
-PERIOD_S = 0.2  # the period at which replicas send views
+PERIOD_S = 0.2  # seconds between the views that a replica sends
 MAX_VIEWERS = 20  # per process
-# Events that are stored for late viewers. A later viewer misses older events, so memory does not grow with the delay.
-# The stored events span more time than a replica takes between two full views.
+# Number of events stored for slow viewers. A slower viewer misses older events, so memory does not grow with its delay.
+# The stored events span more time than passes between two full views of a replica.
 _NUM_KEPT = 15
-# A stream ends after this time and the viewer opens the next, because an ingress that stops waits for open streams.
+# A stream lasts this long. The viewer then opens another, because an ingress waits for open streams before it stops.
 STREAM_S = 10.0
-# A viewer that has not read its stream by this time after the stream's end is disconnected, to admit other viewers.
+# A viewer that has not read its whole stream this long after the stream's end is disconnected, to admit other viewers.
 _SLOWNESS_S = 10.0
-# Replicas send views for this long after the last viewer left, so a viewer that returns at once misses nothing.
+# Replicas send views for this long after the last viewer left, so a viewer that returns quickly misses nothing.
 _LINGER_S = 2.0
 
 
@@ -35,7 +35,7 @@ class WatchedFleet(Protocol):
     """The part of `app.fleet.Fleet` that the live view, /load and cancellations use."""
 
     def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
-        """Call `on_view(replica_id, view)` for each view of a replica, several times a second. None stops the calls."""
+        """Call `on_view(replica_id, view)` for each view of a replica, several per second. None stops the calls."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ class WatchedFleet(Protocol):
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """End a request of this process. Returns False if no replica has the request."""
+        """Cancel a request of this process. Returns False if no replica has the request."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class WatchedFleet(Protocol):
 
 
 class LiveFeed:
-    """Creates one event every `PERIOD_S` for all viewers of a process, and none while nobody watches."""
+    """Creates one event every `PERIOD_S` for all viewers of a process, and none while there are no viewers."""
 
     def __init__(self, fleets: Mapping[str, WatchedFleet], clock: Callable[[], float] = time.time) -> None:
         """`fleets` maps model names to fleets. `clock` returns seconds of wall time."""
@@ -61,18 +61,18 @@ class LiveFeed:
         self._num_viewers = 0
         self._views: dict[str, list[tuple[str, int, EngineSnapshot]]] = {}  # since the last event, by model
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=_NUM_KEPT)  # events with their times
-        self._ticked = asyncio.Event()  # set for a moment for each new event
+        self._ticked = asyncio.Event()  # set and cleared for each new event
         self._timer: asyncio.TimerHandle | None = None  # set until `_LINGER_S` after the last viewer left
-        self._watched_at = 0.0  # the last time with a viewer, by the event loop's clock
+        self._watched_at = 0.0  # time of the last tick with a viewer, on the event loop's clock
 
     async def events(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events later than `after` (milliseconds of wall time) for `STREAM_S`. The first names the fields.
+        """Yield the events later than `after` (milliseconds of wall time) for `STREAM_S`. The first lists field names.
 
         Raises Overloaded if there are too many viewers.
         """
         if self._num_viewers >= MAX_VIEWERS:
             raise Overloaded(
-                f"{self._num_viewers} viewers watch already, the most is {MAX_VIEWERS}; close one of them",
+                f"{self._num_viewers} viewers are already connected; at most {MAX_VIEWERS} are accepted; close one",
                 retry_after_s=STREAM_S,
             )
         loop = asyncio.get_running_loop()
@@ -88,7 +88,7 @@ class LiveFeed:
                     await self._ticked.wait()
                 else:
                     after, data = newer
-                    yield data  # one at a time, so that a slow viewer holds no more than one old event
+                    yield data  # separately, so that a slow viewer keeps at most one old event in memory
         finally:
             self._num_viewers -= 1
 
@@ -146,13 +146,13 @@ class LiveRoutes(RouteGroup):
         query={"after": {"schema": TEXT, "description": "the `at` of the last event that the viewer received"}},
     )  # fmt: skip
     async def live(self, request: Request) -> Response:
-        """Stream the events later than the last event that the viewer has."""
+        """Stream the events later than the last event that the viewer has received."""
         events = self._feed.events(_after(request.query_params.get("after", "0")))
         return EventResponse(events, heartbeat_s=self._heartbeat_s, timeout_s=STREAM_S + _SLOWNESS_S)
 
 
 def _after(given: str) -> int:
-    """Return the time of the last event that a viewer has. Raises InvalidRequest."""
+    """Return the time of the last event that a viewer has received. Raises InvalidRequest."""
     if not (given.isascii() and given.isdigit() and len(given) <= 15):
         raise InvalidRequest(f"after must be the `at` of an event, in milliseconds; got {given[:40]!r}", param="after")
     return int(given)

@@ -63,7 +63,7 @@ class MessagesWriter(Writer):
     """Writes the answer to one call of /v1/messages."""
 
     async def full_response(self, state: ResponseState) -> CreatedMessage:
-        """Wait for the end and return the message."""
+        """Wait until the message has ended, and return it."""
         message = MessageBuilder(state)
         await state.read(lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
         state.log_end()
@@ -74,7 +74,7 @@ class MessagesWriter(Writer):
 
 
 class MessageBuilder:
-    """Builds a message: its blocks one after another, and the events about the blocks.
+    """Builds a message block by block, and creates the events that report the blocks.
 
     message_start, ping,
         for each block: content_block_start, content_block_delta …, content_block_stop
@@ -94,7 +94,7 @@ class MessageBuilder:
         return (written,) if written else ()
 
     def end(self) -> Iterable[bytes]:
-        """Return no events: the last delta has ended the message."""
+        """Return no events, because the last delta has ended the message."""
         return ()
 
     def fail(self, error: Exception) -> Iterable[bytes]:
@@ -119,7 +119,7 @@ class MessageBuilder:
             yield from self._end(piece.finish_reason, piece.stop_reason)
 
     def as_json(self) -> CreatedMessage:
-        """Return the message in its current state. Only a message that has not ended has no stop reason."""
+        """Return the message in its current state. The stop reason is None until the message has ended."""
         prepared = self._state.prepared
         return {
             "id": prepared.response_id,
@@ -160,7 +160,7 @@ class MessageBuilder:
         yield {"type": "content_block_start", "index": self._index, "content_block": block.as_json()}
 
     def _delta(self, text: str) -> Json:
-        """Add text to the last block and return the event about the text."""
+        """Add text to the last block, and return the event that reports the text."""
         block = self._content[-1]
         block.text.add(text)
         return {"type": "content_block_delta", "index": self._index, "delta": block.delta(text)}
@@ -214,7 +214,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _ToolUse:
-    """A block with a tool call. `text` holds the arguments."""
+    """A block with a tool call. `text` contains the arguments."""
 
     call_id: str
     name: str

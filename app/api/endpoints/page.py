@@ -1,4 +1,4 @@
-"""The live page at /: static files in memory. The files hold no data; the page loads its data from guarded routes."""
+"""The live page at /, served from memory. Its static files contain no data; the page loads data from guarded routes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ class PageRoutes(RouteGroup):
 
     @Operation("get", "/", "The live page", media=("text/html",))
     async def index(self, request: Request) -> Response:
-        """Return the HTML of the page."""
         return self._files["index.html"].response(request)
 
     @Operation("get", "/page/{name}", "A file of the live page", None, ("404",), media=tuple(_TYPES.values()))
     async def file(self, request: Request) -> Response:
-        """Return one of the other files of the page."""
         name = request.path_params["name"]
         if name not in self._files:
             raise NotFound(f"the page has no file {name[:100]!r}; the page is at /")

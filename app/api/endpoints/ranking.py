@@ -1,7 +1,7 @@
-"""POST /v1/rerank and /v1/score: scores that say how well texts match another text.
+"""POST /v1/rerank and /v1/score: scores of how well texts match another text.
 
-A cross-encoder reads each pair as one request. For any other model, each text becomes a request for an embedding, and
-the score of a pair is the cosine of its two vectors.
+For a cross-encoder, each pair becomes one request. For any other model, each text becomes a request for an embedding,
+and the score of a pair is the cosine of its two vectors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prepare_score(body: ScoreRequest, model: ServedModel, context: RequestContex
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Texts to compare in pairs: each of `seconds` with the text of `firsts` at its index, or with the only one."""
+    """Pairs of texts: each text in `seconds` with the text in `firsts` at the same index, or with the only one."""
 
     body: RankingRequest
     model: ServedModel
@@ -58,13 +58,13 @@ class _Comparison:
     seconds: Sequence[str]
 
     def check(self, limits: RequestLimits) -> None:
-        """Raise InvalidRequest for mistakes that can be found without tokens."""
+        """Raise InvalidRequest for mistakes that can be found before the texts are encoded."""
         model_info, (_, param) = self.model.model_info, self.params
         if not (model_info.scores_pairs or self.model.gives_embeddings):
-            raise InvalidRequest(f"the model {self.model.name!r} gives no scores; choose another model", param="model")
+            raise InvalidRequest(f"the model {self.model.name!r} scores no texts; choose another model", param="model")
         if len(self.seconds) > limits.max_inputs:
             raise InvalidRequest(
-                f"{param} holds {len(self.seconds):,} texts; this server accepts {limits.max_inputs:,} in one call",
+                f"{param} contains {len(self.seconds):,} texts; this server accepts {limits.max_inputs:,} in one call",
                 param=param,
             )
         for texts, name in ((self.firsts, self.params[0]), (self.seconds, param)):
@@ -73,7 +73,7 @@ class _Comparison:
 
     @property
     def _cuts_firsts(self) -> bool:
-        """Whether a text of the first side may be cut. For a cross-encoder, only the second text of a pair is cut."""
+        """Whether texts of the first side may be truncated. In a cross-encoder's pair, only the second text may."""
         return self.body.truncate_prompt_tokens is not None and not self.model.model_info.scores_pairs
 
     @property
@@ -82,12 +82,12 @@ class _Comparison:
 
     @property
     def _longest(self) -> int:
-        """The most tokens that a text or a pair may have."""
+        """The maximum number of tokens in a text or a pair."""
         asked, longest = self.body.truncate_prompt_tokens, self.model.model_info.max_model_len
         return longest if asked in (None, -1) else min(asked, longest)
 
     def prompts(self) -> list[EncodedText]:
-        """Return the tokens of each request. Raises InvalidRequest if they are too many for one call."""
+        """Return the tokens of each request. Raises InvalidRequest if one call may not have this many."""
         tokenizer, longest = self.model.tokenizer, self._longest
         most = (self.body.max_tokens_per_doc or longest) if self._cuts_seconds else None
         if self.model.model_info.scores_pairs:
@@ -123,7 +123,7 @@ class _Comparison:
                 allowed = f"truncate_prompt_tokens is {longest:,}" if is_asked else f"this model accepts {longest:,}"
                 raise ContextTooLong(
                     f"{what} has {len(prompt.token_ids):,} tokens; {allowed}; shorten it"
-                    + ("" if is_first or self._cuts_seconds else ", or send max_tokens_per_doc to cut it"),
+                    + ("" if is_first or self._cuts_seconds else ", or send max_tokens_per_doc to truncate it"),
                     param=param,
                 )
 
@@ -140,7 +140,7 @@ def _prepared(comparison: _Comparison, prefix: str, context: RequestContext) -> 
 
 
 async def best_documents(number: int, top_n: int | None, state: ResponseState) -> list[tuple[int, float]]:
-    """Wait for the scores of `number` documents; return the index and score of the `top_n` best, the best first."""
+    """Wait for the scores of `number` documents, and return index and score of the `top_n` best, the best first."""
     scores = await _scores(state, num_firsts=1, num_pairs=number)
     state.log_end()
     return _best(scores, top_n)
@@ -168,19 +168,19 @@ def _score(pair: int, numbers: Vector) -> float:
     """Return the score of a pair from the output of a cross-encoder. Raises Failure if the score is not finite."""
     [score] = numbers.tolist()
     if not math.isfinite(score):
-        raise Failure(f"the model gave pair {pair} the score {score}")
+        raise Failure(f"the model returned the score {score} for pair {pair}")
     return float(score)
 
 
 def _cosines(vectors: Sequence[Vector], num_firsts: int, num_pairs: int) -> Iterator[float]:
-    """Yield the cosine of each pair of vectors, which have length 1. The vectors of the first side come first."""
+    """Yield the cosine of each pair of vectors, which have length 1. `vectors` starts with the first side's."""
     firsts = repeat(vectors[0], num_pairs) if num_firsts == 1 else vectors[:num_firsts]
     for first, second in zip(firsts, vectors[num_firsts:], strict=True):
         yield float(first.astype(np.float64) @ second.astype(np.float64))
 
 
 class _RankingWriter(ReadoutWriter[float]):
-    """Writes rows made of the scores of pairs."""
+    """Writes the scores of pairs as rows."""
 
     is_one_row = False
     body: RankingRequest

@@ -36,8 +36,8 @@ def prepare_response(body: ResponsesRequest, model: ServedModel, context: Reques
     """Check the body and tokenize its chat. `truncation` may drop old turns of the chat. Raises InvalidRequest."""
     if body.storing_param is not None and not context.may_store:
         raise InvalidRequest(
-            f"{body.storing_param} needs a service that stores files and batches (`batches` in its config), and does "
-            f"not work in batches; leave it out and send the whole conversation as input",
+            f"{body.storing_param} requires a service that stores files and batches (`batches` in its configuration), "
+            f"and is not supported in batches; remove it and send the whole conversation as input",
             param=body.storing_param,
         )
     chat, prepare = body.as_chat(), partial(prepare_chat, model=model, context=context, prefix="resp_")
@@ -119,7 +119,7 @@ class Response(RepeatedFields):
     incomplete_details: Json | None
     model: str
     output: list[OutputItem]
-    usage: ResponsesUsage | None  # None until the response has ended
+    usage: ResponsesUsage | None  # None until the response ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ResponsesWriter(Writer):
     body: ResponsesRequest
 
     async def full_response(self, state: ResponseState) -> Response:
-        """Wait for the end and return the response."""
+        """Wait until the response has ended, and return it."""
         response = self.event_writer(state)
         await state.read(lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
         state.log_end()
@@ -167,7 +167,7 @@ def _namespaces(tools: Iterable[Json]) -> dict[str, tuple[str, str]]:
 
 
 class ResponseBuilder:
-    """Builds a response: its items one after another, and the events about the items.
+    """Builds a response item by item, and creates the events that report the items.
 
     response.created, response.in_progress,
         for each item: output_item.added, … deltas …, output_item.done
@@ -175,7 +175,7 @@ class ResponseBuilder:
     """
 
     def __init__(self, answer: Answer, of_body: RepeatedFields) -> None:
-        """`of_body` are the fields of the response that repeat its request."""
+        """`of_body` contains the response's fields that repeat its request."""
         self._answer = answer
         self._of_body = of_body
         self._namespaces = _namespaces(of_body["tools"])
@@ -196,7 +196,7 @@ class ResponseBuilder:
         return (written,) if written else ()
 
     def end(self) -> Iterable[bytes]:
-        """Return no events: the last delta has ended the response."""
+        """Return no events, because the last delta has ended the response."""
         return ()
 
     def fail(self, error: Exception) -> Iterable[bytes]:
@@ -204,7 +204,7 @@ class ResponseBuilder:
         return self._last_events("failed", error)
 
     def cancel(self) -> Iterable[bytes]:
-        """Return the last events of a cancelled response: `response.incomplete`, as OpenAI has no cancelled event."""
+        """Return the last events of a cancelled response, with `response.incomplete`: OpenAI has no cancelled event."""
         return self._last_events("cancelled")
 
     def _last_events(self, status: str, error: Exception | None = None) -> Iterable[bytes]:
@@ -337,7 +337,7 @@ class ResponseBuilder:
         return _Message(self._item_id("msg"), self._names, self._of_body["top_logprobs"])
 
     def _item_id(self, kind: str) -> str:
-        """Return the id of the next item. All attempts at a stored response use the same ids."""
+        """Return the id of the next item. All attempts to generate a stored response use the same ids."""
         return f"{kind}_{self._answer.info.response_id.removeprefix('resp_')}-{len(self._output)}"
 
     def _place(self) -> Json:
@@ -367,7 +367,7 @@ class _ReasoningItem:
 
 @dataclass(slots=True)
 class _Message:
-    """An item with a message of the assistant."""
+    """An item with an assistant message."""
 
     item_id: str
     names: TokenNames
@@ -389,7 +389,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Call:
-    """An item with a call of a function or of a custom tool. `arguments` also holds the input of a custom tool."""
+    """An item with a call of a function or a custom tool. `arguments` also stores the input of a custom tool."""
 
     item_id: str
     call_id: str

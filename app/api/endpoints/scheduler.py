@@ -33,7 +33,7 @@ class ReplicaScheduling:
     replica_id: str
     group: str
     scheduler: SchedulerConfig
-    switched_at: float | None  # seconds of wall time; None if the scheduling is as deployed
+    switched_at: float | None  # seconds of wall time; None for the deployed scheduling
 
 
 class SchedulerSwitch(Protocol):
@@ -44,7 +44,7 @@ class SchedulerSwitch(Protocol):
         ...
 
     async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
-        """Switch all replicas from their next step on; None means as deployed. Returns once the switch is in force."""
+        """Switch all replicas at their next step. None means the deployed one. Returns once the switch is in force."""
         ...
 
 
@@ -74,7 +74,6 @@ class SchedulerRoutes(RouteGroup):
 
     @Operation("get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList")
     async def show(self, request: Request) -> Response:
-        """List the scheduling that is in force on every replica of every model."""
         entries = [_entry(model, await switch.in_force()) for model, switch in self._switches.items()]
         return JSONResponse({"object": "list", "data": entries, **CHOICES})
 

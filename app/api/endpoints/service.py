@@ -1,4 +1,4 @@
-"""The routes about the server itself. These routes compute nothing on replicas."""
+"""The routes about the server itself, which run nothing on replicas."""
 
 from __future__ import annotations
 
@@ -45,12 +45,10 @@ class ServiceRoutes(RouteGroup):
 
     @Operation("get", "/version", "The version of the server", "Version")
     async def version(self, request: Request) -> Response:
-        """Return the version of this server."""
         return JSONResponse({"version": versions()["carousel"]})
 
     @Operation("get", "/openapi.json", "This description", "Anything")
     async def openapi(self, request: Request) -> Response:
-        """Return the OpenAPI description of the API."""
         return JSONResponse(self._openapi)
 
 
@@ -62,10 +60,10 @@ class HealthRoutes(RouteGroup):
 
     @Operation("get", "/health", "The process is alive", "Anything")
     async def health(self, request: Request) -> Response:
-        """Report that the process is alive and its event loop runs."""
+        """Report that the process is alive and its event loop is running."""
         return JSONResponse({"status": "ok"})
 
-    @Operation("get", "/ready", "A request could be served", "Anything", ("503",))
+    @Operation("get", "/ready", "Whether a request could be served", "Anything", ("503",))
     async def ready(self, request: Request) -> Response:
         """Report whether a request sent now could be served. Raises Unavailable if not."""
         try:
@@ -87,14 +85,13 @@ class MetricsRoutes(RouteGroup):
 
     @Operation("get", "/metrics", "The metrics, for Prometheus", media=("text/plain",))
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics as Prometheus text."""
         text = await self._expose()
         headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(sum(map(len, text)))}
         return FileAnswer(_each(text), headers=headers)
 
     @Operation("get", "/load", "The number of requests on all replicas", "Load")
     async def load(self, request: Request) -> Response:
-        """Return vLLM's load number: running and waiting requests, with other ingresses' requests as last reported."""
+        """Return the running and waiting requests, as vLLM does. Other ingresses' counts are as last reported."""
         replicas = [replica for fleet in self._fleets for replica in fleet.describe()]
         return JSONResponse({"server_load": sum(replica.get("requests", 0) for replica in replicas)})
 

@@ -44,25 +44,25 @@ _PLACEHOLDERS: dict[str, Json] = {
     COMPLETIONS_PATH: {"prompt": "?"},
 }
 _LIST: Json = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-# An invalid conversation fails alone, so the schema of the list does not check it.
+# An invalid conversation fails on its own, so the schema of the list does not check it.
 _MESSAGES: Json = {"type": "array", "description": "the messages of a chat"}
 
 
 def _prompts(value: Any) -> Any:
-    """Check that the prompts are all texts or all conversations. Each conversation is checked later, by itself."""
+    """Check that the prompts are all texts or all conversations. Each conversation is checked separately later."""
     if not isinstance(value, list) or not value:
         raise ValueError("should be a list of texts, or a list of conversations, each a list of messages")
     if len(value) > MAX_PROMPTS:
-        raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
+        raise ValueError(f"contains {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
     if not all(isinstance(each, str) for each in value) and not all(isinstance(each, list) for each in value):
-        raise ValueError("should hold only texts, or only conversations, each a list of messages")
+        raise ValueError("should contain only texts, or only conversations, each a list of messages")
     return value
 
 
 class PromptListRequest(Schema):
     """The body of POST /v1/batch.
 
-    All other fields apply to every prompt. They are the fields of a completion if the prompts are texts, or of a chat.
+    All other fields apply to every prompt: the fields of a completion if the prompts are texts, otherwise of a chat.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -103,7 +103,7 @@ class PromptList:
 
 
 async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context: RequestContext) -> PromptList:
-    """Return the checked list. Raises InvalidRequest, which names the field, for a mistake that all prompts share."""
+    """Return the checked list. Raises InvalidRequest, which names the field, for a mistake in the shared fields."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     if context.is_strict:
@@ -113,16 +113,16 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
         if shared.get(name) is not None:
             raise InvalidRequest(f"{name} is for a single request; put all texts of a batch in prompts", param=name)
     if asked.stream and asked.is_async:
-        raise InvalidRequest("a job cannot be streamed; leave out stream or async", param="stream")
+        raise InvalidRequest("a job cannot be streamed; remove stream or async", param="stream")
     endpoint = COMPLETIONS_PATH if isinstance(asked.prompts[0], str) else CHATS_PATH
     stand_in = shared | _PLACEHOLDERS[endpoint]
     num_bodies = 1 if asked.is_async else len(asked.prompts)
     common = await handler.check_shared(context, endpoint, stand_in, num_bodies=num_bodies)
     for name in ("webhook", "metadata"):
         if getattr(asked, name) is not None and not asked.is_async:
-            raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)
+            raise InvalidRequest(f"{name} is only for jobs; remove it, or also send async: true", param=name)
     if asked.is_async and common.parsed.deadline_s is not None:
-        raise InvalidRequest("a job has no deadline but that of its batch; leave out deadline_s", param="deadline_s")
+        raise InvalidRequest("a job has only its batch's deadline; remove deadline_s", param="deadline_s")
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
@@ -138,7 +138,6 @@ class ShortBatchRoutes(RouteGroup):
         (PromptListRequest,), (EVENTS,),
     )  # fmt: skip
     async def create(self, request: Request) -> Response:
-        """Answer a list of prompts, or start a job that answers them."""
         body = with_deadline(
             await read_json_object(request, self._handler.limits, self._handler.threads), request.headers
         )
@@ -156,7 +155,7 @@ class ShortBatchRoutes(RouteGroup):
         self._check_number(prompts)
         endpoint, is_streamed, limits = prompts.endpoint, prompts.asked.stream, self._handler.limits
         outcomes = self._handler.outcomes(prompts.common, prompts.prompt_bodies(), context)
-        del prompts  # otherwise the body would stay in memory while the prompts are computed
+        del prompts  # otherwise the body would stay in memory until all prompts are answered
         if is_streamed:
             return EventResponse(_events(endpoint, outcomes), heartbeat_s=limits.heartbeat_s, headers=lambda: ignored)
         return JsonAnswer(await _answer(request, endpoint, outcomes), self._handler.turns, headers=ignored)
@@ -164,7 +163,6 @@ class ShortBatchRoutes(RouteGroup):
     # This route comes before the route with an id, which would match `stats`.
     @Operation("get", "/v1/batch/stats", "The remaining and finished work of batches", "BatchStats", OF_A_LIST)
     async def stats(self, request: Request) -> Response:
-        """Return the remaining and finished work of the caller's batches."""
         return JSONResponse(await self._service.stats(owner_of(request)))
 
     @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)
@@ -238,7 +236,7 @@ async def _answer(request: Request, endpoint: str, outcomes: AsyncGenerator[Item
 
 
 async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) -> AsyncGenerator[bytes, None]:
-    """Yield the entry of each prompt as an event once the prompt has ended, then the batch object, then [DONE]."""
+    """Yield each prompt's entry as an event once the prompt is answered, then the batch object, then [DONE]."""
     began_at, answers = time.monotonic(), list[ItemResponse]()
     async with aclosing(outcomes):
         async for each in outcomes:
@@ -249,7 +247,7 @@ async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) ->
 
 
 def _answered_at_once(endpoint: str, answers: list[ItemResponse], latency_s: float) -> Json:
-    """Return the object of a job that has ended, without the results and without the fields of stored batches."""
+    """Return the object of a finished job, without the results and without the fields of stored batches."""
     num_completed = sum(answered.status_code == 200 for answered in answers)
     usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]
     num_input, num_output = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))

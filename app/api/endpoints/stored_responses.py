@@ -57,7 +57,7 @@ LAST_EVENT_HEADER = "last-event-id"  # the last event that a resuming client has
 _NEXT_PROCESS_S, _ASK_AGAIN_S = 120.0, 0.5
 _OPENING_S = 5.0  # all other readers wait this long, because a new process needs time to open its folder
 _MAX_ITEMS_OF_PAGE = 100
-_SMALL_BYTES = 1024  # records of this size hold a few deltas
+_SMALL_BYTES = 1024  # records of this size contain a few deltas
 _OF_EVENTS: Json = {
     "stream": {"schema": {"type": "boolean"}},
     "starting_after": {
@@ -70,10 +70,10 @@ _CONTEXT_HEADERS = "x-carousel-"  # headers with this prefix affect where and wh
 
 
 class StoredResponseRoutes(RouteGroup):
-    """Answers bodies that ask to be stored, and requests by the id of a stored answer."""
+    """Handles bodies that ask to be stored, and requests for a stored answer by its id."""
 
     def __init__(self, service: BatchService, turns: asyncio.Lock, *, heartbeat_s: float) -> None:
-        """`turns` is the lock by which large answers take turns on the event loop (see `JsonAnswer`)."""
+        """`turns` is the lock with which large answers take turns on the event loop (see `JsonAnswer`)."""
         self._service = service
         self._turns = turns
         self._heartbeat_s = heartbeat_s
@@ -117,7 +117,7 @@ class StoredResponseRoutes(RouteGroup):
         await answer(scope, receive, send)
 
     async def resume(self, path: str, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond with the events after the event that the header names. Raises NotFound and InvalidRequest."""
+        """Respond with the events after the event that the header identifies. Raises NotFound and InvalidRequest."""
         response_id = context.headers[LAST_EVENT_HEADER].rpartition(":")[0]
         check_id(response_id, path)
         context.reservation.release_body()
@@ -140,7 +140,7 @@ class StoredResponseRoutes(RouteGroup):
         after = query.get("starting_after")
         if query.get("stream", "false").lower() not in ("true", "1"):
             if after is not None:
-                raise InvalidRequest("starting_after needs events; also send stream=true", param="starting_after")
+                raise InvalidRequest("starting_after requires events; also send stream=true", param="starting_after")
             async with WhileConnected(request.receive):
                 return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
         if after is not None and not _is_number(after):
@@ -152,7 +152,7 @@ class StoredResponseRoutes(RouteGroup):
             return await self._behind(owner, response_id, -1 if after is None else int(after))
 
     async def _behind(self, owner: str, response_id: str, number: int) -> Response:
-        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest without such an event."""
+        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest if there is none."""
         events, read = StoredEvents(), list[bytes]()
         async with aclosing(self._parts(owner, response_id, waits=False, is_patient=True)) as parts:
             async for part in parts:
@@ -173,13 +173,13 @@ class StoredResponseRoutes(RouteGroup):
     @Operation(
         "get",
         "/v1/responses/{response_id}/input_items",
-        "The items that a response was generated from",
+        "The input items of a response",
         "ResponseItems",
         OF_A_LIST,
         query=page_query(_MAX_ITEMS_OF_PAGE),
     )
     async def input_items(self, request: Request) -> Response:
-        """List a page of items, the last first. Raises NotFound."""
+        """List a page of input items, by default the last first. Raises NotFound."""
         owner, response_id = owner_of(request), _id_in(request, RESPONSES_PATH)
         page = page_of(owner, request.query_params, max_limit=_MAX_ITEMS_OF_PAGE, default_limit=20)
         items = [item async for item in self._items(page, response_id)]
@@ -228,7 +228,7 @@ class StoredResponseRoutes(RouteGroup):
 
     @Operation("post", "/v1/responses/{response_id}/cancel", "Cancel a stored response", "Response", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:
-        """Cancel one response. Raises NotFound, and InvalidRequest if the response has ended otherwise."""
+        """Cancel one response. Raises NotFound, and InvalidRequest if it has already ended for another reason."""
         owner, response_id = owner_of(request), _id_in(request, RESPONSES_PATH)
         await self._service.cancel_response(owner, response_id)
         return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
@@ -332,7 +332,7 @@ class StoredResponseRoutes(RouteGroup):
         """See `BatchService.follow_response`.
 
         If the batches process dies, a reader that `waits` or `is_patient` receives the parts from the next process.
-        Raises Unavailable if no process answers in time. Other readers allow less time.
+        Raises Unavailable if no process answers in time. Other readers wait a shorter time.
         """
         failed_at: float | None = None  # time of the batches process's first failure after its last answer
         while True:
@@ -369,14 +369,14 @@ async def _yielding_to_loop(some: Iterable[T]) -> AsyncIterator[T]:
 
 
 def _id_in(request: Request, path: str) -> str:
-    """Return the id in a path below an endpoint's path. Raises NotFound for an id of another endpoint."""
+    """Return the response id in the URL. Raises NotFound for an id of another endpoint."""
     response_id: str = request.path_params["response_id"]
     check_id(response_id, path)
     return response_id
 
 
 def _number_of(headers: Mapping[str, str], response_id: str) -> int:
-    """Return the number of the event that the header names. Raises InvalidRequest."""
+    """Return the number of the event that the header identifies. Raises InvalidRequest."""
     given = headers[LAST_EVENT_HEADER]
     name, _, number = given.rpartition(":")
     if name != response_id or not _is_number(number):
@@ -393,7 +393,7 @@ def _is_number(text: str) -> bool:
 
 
 def _shown(item: Json) -> Json:
-    """Return an input item in the form that OpenAI lists."""
+    """Return an input item in the form of OpenAI's list."""
     content, kind = item.get("content"), item.get("type", "message")
     if isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"

@@ -1,4 +1,4 @@
-"""The table of all endpoints that compute on replicas. HTTP routes, batches and bulk runs use the table."""
+"""The table of all endpoints whose requests run on replicas. HTTP routes, batches and bulk runs use the table."""
 
 from app.api.endpoints.chat import CHATS
 from app.api.endpoints.classification import CLASSIFY

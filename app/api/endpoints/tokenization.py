@@ -61,7 +61,7 @@ class TokenizationRoutes(RouteGroup):
 
     @Operation(
         "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", OF_A_MODEL,
-        query={"model": {"schema": TEXT, "description": "required if there are several models"}},
+        query={"model": {"schema": TEXT, "description": "required if the server has several models"}},
     )  # fmt: skip
     async def tokenizer_info(self, request: Request) -> Response:
         """Return the special tokens and the chat template, for clients that apply the template themselves."""
@@ -73,7 +73,7 @@ class TokenizationRoutes(RouteGroup):
     async def _answer(
         self, request: Request, body: Json, schema: type[ParsedT], make: Callable[[ParsedT, ServedModel], Json]
     ) -> Response:
-        """Check a body and respond with the result of `make`. A response header names the fields without effect."""
+        """Check a body and respond with the result of `make`. A response header names the ignored fields."""
         handler, account, size = self._handler, reservation_of(request).account, size_of(body, MAX_SMALL_SIZE)
         is_strict = asks_for(request.headers, STRICT_HEADER)
         parsed = await handler.parse(body, size, schema, account, is_strict=is_strict)

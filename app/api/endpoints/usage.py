@@ -31,8 +31,6 @@ _QUERY: Json = {
 
 
 class UsageRoutes(RouteGroup):
-    """The route `GET /admin/usage`."""
-
     def __init__(self, owner: Owner | None, collect: Collect) -> None:
         """`owner` stores the ledger. Without an owner, the answer sums the counts of all processes."""
         self._owner = owner
@@ -51,7 +49,7 @@ class UsageRoutes(RouteGroup):
             rows = grouped((used for report in answers.reports for used in report.used.items()), query)
         if len(rows) > query.max_rows:
             raise InvalidRequest(
-                f"there are more than {query.max_rows:,} rows; ask for fewer days, or fewer fields in group_by",
+                f"the result has more than {query.max_rows:,} rows; request fewer days, or fewer fields in group_by",
                 param="group_by",
             )
         about: Json = {"kept": self._owner is not None, "processes": processes}
@@ -74,7 +72,7 @@ def _asked(request: Request) -> tuple[UsageQuery, bool]:
         )
     form = given.get("format", "json")
     if form not in ("json", "csv"):
-        raise InvalidRequest(f"format is {form[:40]!r}; must be json or csv", param="format")
+        raise InvalidRequest(f"format is {form[:40]!r}; it must be json or csv", param="format")
     group_by = tuple(field for name, field in _GROUPS.items() if name in names)
     return UsageQuery(first_day=first, last_day=last, group_by=group_by), form == "csv"
 

@@ -26,7 +26,7 @@ class JsonAnswer(Response):
     """A JSON response. A long value with `Rows` is encoded and sent piece by piece."""
 
     def __init__(self, value: Any, turns: asyncio.Lock, headers: Mapping[str, str] | None = None) -> None:
-        """All responses of a process share the lock `turns`, so an event loop turn encodes at most one piece."""
+        """A process's responses share the lock `turns`, so the event loop encodes at most one piece per iteration."""
         pieces = json_pieces(value)
         super().__init__(next(pieces), headers=headers, media_type="application/json")
         self._turns = turns
@@ -53,7 +53,7 @@ class JsonAnswer(Response):
 
 
 def _while_read(send: Send) -> Send:
-    """Return a `send` that raises ClientGone when the client does not accept a message within `UNREAD_S`.
+    """Return a `send` that raises ClientGone if the client does not accept a message within `UNREAD_S`.
 
     Without this limit, a client that does not read would hold its slot and the unsent piece indefinitely.
     """

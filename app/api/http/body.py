@@ -27,7 +27,7 @@ MIN_BYTES_PER_S = 16 * 1024  # after PATIENCE_S, so that a slow client cannot ho
 async def read_json_object(
     request: Request, limits: RequestLimits, threads: BodyThreads | None = None
 ) -> dict[str, Any]:
-    """Return the body as an object, decompressed if needed. `threads` parse large bodies; without them, this task does.
+    """Return the body as an object, decompressed if needed. `threads`, if given, parse large bodies.
 
     Raises UnsupportedMediaType if the body is not declared as JSON or has an unknown encoding, BodyTooLarge as soon as
     its size is known, BodyTooSlow if it does not arrive in time, InvalidRequest if it is not a JSON object or contains
@@ -117,7 +117,7 @@ async def _read(
                     continue
                 if len(body) + len(chunk) > max_bytes:
                     raise _too_large(f"more than {max_bytes:,}", max_bytes)
-                if body or has_more or len(chunk) > MAX_SIZE_ON_THE_LOOP:  # a small complete body is parsed at once
+                if body or has_more or len(chunk) > MAX_SIZE_ON_THE_LOOP:  # a small complete body is parsed immediately
                     reservation.hold_body(len(chunk))
                 body += chunk
                 if len(body) - num_allowed_for >= MIN_BYTES_PER_S:

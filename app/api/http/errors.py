@@ -1,4 +1,4 @@
-"""Errors as HTTP responses in OpenAI's and Anthropic's formats. Only this module knows their status, type and code."""
+"""Converts errors to responses in OpenAI's and Anthropic's formats. Only this module defines status, type and code."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def error_body(error: Exception, request_id: str, path: str = "") -> dict[str, Any]:
-    """Return the error object in the format of the API at `path`; without a path, in OpenAI's format.
+    """Return the error object in the format of the API at `path`. Without a path, the format is OpenAI's.
 
     The message of an internal error is not shown. Instead, a hint points to the log line with the request id.
     """
@@ -100,7 +100,7 @@ def error_body(error: Exception, request_id: str, path: str = "") -> dict[str, A
     message = str(error)
     param = code = None
     if kind is _FAILURE:
-        message = f"the server failed on this request; the server log has the reason under request id {request_id}"
+        message = f"the server failed to process this request; see request id {request_id} in its log for the reason"
     if is_anthropic(path):
         type_ = _ANTHROPIC_TYPES.get(kind.status, "invalid_request_error")
         return {"type": "error", "error": {"type": type_, "message": message}, "request_id": request_id}
@@ -141,7 +141,7 @@ def log_error(error: Exception, request_id: str) -> None:
 def from_http_exception(error: HTTPException) -> CarouselError:
     """Convert an error of Starlette's router into one of `app.errors`."""
     if error.status_code == 405:
-        return MethodNotAllowed("this route does not accept this HTTP method; the Allow header lists those it accepts")
+        return MethodNotAllowed("this route does not accept this HTTP method; see the Allow header for its methods")
     if error.status_code == 404:
         return NotFound("there is no such route; /openapi.json lists the routes and /v1/models the models")
     return InvalidRequest(error.detail)

@@ -63,7 +63,7 @@ class Routes:
     admin: Sequence[Route]  # require an admin key
 
     def guarded_by(self, authenticator: Authenticator) -> Router:
-        """Return a router over all routes. Unknown paths and all routes that are not open are behind the guard."""
+        """Return a router for all routes. Unknown paths and all routes that are not open are behind the guard."""
         inside = Router([*self.keys, *map(_for_admins, self.admin)], redirect_slashes=False)
         return Router(self.open, redirect_slashes=False, default=Guard(inside, authenticator))
 

@@ -41,7 +41,7 @@ async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> For
     check_encoding(request.headers.get("content-encoding", ""))
     reader = _Reader()
     parser = reader.parser(_boundary(request.headers.get("content-type", "")))
-    overhead_bytes = 256 * 1024  # for boundaries, headers and fields beside the file
+    overhead_bytes = 256 * 1024  # for boundaries, headers and the fields besides the file
     async for piece in _pieces(request, max_file_bytes + overhead_bytes):
         reader.read(piece, parser)
         if len(reader.content) >= PIECE_BYTES:
@@ -80,15 +80,15 @@ async def _next(chunks: AsyncIterator[bytes], timeout_s: float, num_bytes: int) 
             return await anext(chunks, None)
     except TimeoutError:
         raise BodyTooSlow(
-            f"the upload is too slow: {num_bytes:,} bytes arrived; it may pause for {SILENCE_TIMEOUT_S:g} s, and after "
-            f"{SILENCE_TIMEOUT_S:g} s it needs {MIN_BYTES_PER_S:,} bytes a second; send the file again, faster"
+            f"the upload is too slow: only {num_bytes:,} bytes arrived; it may pause for {SILENCE_TIMEOUT_S:g} s, and "
+            f"after {SILENCE_TIMEOUT_S:g} s it must send {MIN_BYTES_PER_S:,} bytes a second; send the file again faster"
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the upload has more than {max_bytes:,} bytes, this server's limit for a file and its form")
+    return BodyTooLarge(f"the upload has more than {max_bytes:,} bytes, the limit for a file and its form; send less")
 
 
 def _boundary(content_type: str) -> bytes:

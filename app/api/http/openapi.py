@@ -35,7 +35,7 @@ from app.json_pieces import Json
 from app.versions import versions
 
 _REFUSALS = {
-    "400": "the request is invalid; `param` names the field that is wrong",
+    "400": "the request is invalid; `param` names the invalid field",
     "401": "the request has no API key, or an unknown one",
     "402": "this API key's budget in money is spent",
     "403": "this API key may not use that model, or is not an admin key",
@@ -72,7 +72,7 @@ def _reference(name: str) -> Json:
 
 
 def _computed() -> Iterator[Operation]:
-    """The operations of the table of endpoints."""
+    """Yield the operations of `ENDPOINTS`."""
     for each in ENDPOINTS.values():
         media = (EVENTS,) if each.generates else ()
         for path in (each.path, *each.aliases):
@@ -125,7 +125,7 @@ def openapi_document(
 
 
 def _written(operation: Operation, path: str, of_key: tuple[str, ...]) -> Json:
-    """Return an operation as OpenAPI describes it. `of_key` are the refusals for its key, () if it needs no key."""
+    """Return an operation in OpenAPI's form. `of_key` lists the refusals for its key, or () if it needs no key."""
     as_json = {"application/json": {"schema": _reference(operation.response)}} if operation.response else {}
     texts = {kind: {"schema": _object(data=str) if kind == EVENTS else TEXT} for kind in operation.media}
     errors = {"application/json": {"schema": _reference("AnthropicError" if is_anthropic(path) else "Error")}}
@@ -201,7 +201,7 @@ def _publish_limits(properties: Json, limits: RequestLimits) -> None:
 
 
 def _restrict(field: Json, kind: str, **limits: int) -> None:
-    """Add limits that depend on the settings to the options of a field that have this type."""
+    """Add limits that depend on settings to a field's options of this type."""
     for option in field["anyOf"]:
         if option.get("type") == kind:
             option.update(limits)

@@ -26,7 +26,7 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One HTTP method of one path. As a decorator, an operation marks its handler, a method of a `RouteGroup`."""
+    """One HTTP method of one path. Used as a decorator, it marks its handler, a method of a `RouteGroup`."""
 
     method: str
     path: str
@@ -43,11 +43,11 @@ class Operation:
 
 
 class RouteGroup:
-    """Routes that require the same kind of key. Methods decorated with `Operation` become routes, in their order."""
+    """Routes that require the same kind of key. Methods decorated with `Operation` become routes, in order."""
 
     @classmethod
     def operations(cls) -> dict[str, Operation]:
-        """Return the operations by the names of their methods."""
+        """Return the operations by method name."""
         found = {name: getattr(each, "operation", None) for name, each in vars(cls).items()}
         return {name: each for name, each in found.items() if isinstance(each, Operation)}
 

@@ -1,7 +1,7 @@
 """Decides which web pages may use the service, by the Host and Origin headers and by CORS.
 
 A browser lets every page send requests to every address, including the addresses of this machine. A service without
-keys would answer all of these requests. CORS keeps a page from reading a response, but not from sending a request.
+keys would answer all of these requests. CORS prevents a page from reading a response, but not from sending a request.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")
 
 
 class OriginPolicy:
-    """Checks the Host and Origin of requests, answers preflights and adds CORS headers. API keys play no role here."""
+    """Checks the Host and Origin of requests, answers preflights and adds CORS headers. Ignores API keys."""
 
     def __init__(self, allowed_origins: Collection[str], *, loopback_only: bool) -> None:
-        """Refuse every Host that is not a loopback name if `loopback_only` is true.
+        """With `loopback_only`, refuse every Host that is not a loopback name.
 
-        Services without keys need this check: a page may let its own name resolve to this machine (DNS rebinding), and
-        the Origin of its requests then equals their Host.
+        Services without keys need this check, because a page may let its own name resolve to this machine (DNS
+        rebinding). The Origin of the page's requests then equals their Host.
         """
         self._allowed = frozenset(allowed_origins)
         self._loopback_only = loopback_only
@@ -36,20 +36,20 @@ class OriginPolicy:
 
         Raises NotPermitted if the Host or the Origin may not use the service.
 
-        A request without Origin is not from a page, or the page cannot see the response. A request whose Origin equals
-        its Host is from a page on the service's own address. Forwarding headers are ignored, because any client can
-        send them.
+        Requests without an Origin are accepted, because they are not from a page, or the page cannot read the response.
+        Requests whose Origin equals their Host are accepted, because they are from the service's own address.
+        Forwarding headers are ignored, because any client can send them.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._loopback_only and not _is_loopback(host):
             raise NotPermitted(
-                f"the Host header is {host[:100]!r}; without API keys this service answers only to localhost, "
-                f"127.0.0.1 and [::1]: use one of them, or give the service API keys",
+                f"the Host header is {host[:100]!r}; without API keys, this service accepts only localhost, "
+                f"127.0.0.1 and [::1]; use one of them, or set up API keys",
                 code="host_not_allowed",
             )
         if origin is not None and not self._allows(origin) and not _is_same(origin, host):
             raise NotPermitted(
-                f"web pages of {origin[:100]!r} may not use this service; to allow them, add this origin to the "
+                f"web pages from {origin[:100]!r} may not use this service; to allow them, add this origin to the "
                 f"setting api.allowed_origins",
                 code="origin_not_allowed",
             )

@@ -72,9 +72,9 @@ def build_app(
     only this process. `batches` stores files, batches and responses; without it, their routes are absent. `collect`
     gathers the reports of all processes for the admin routes; the default reports only this process. `wanted_replicas`
     returns the target number of replicas of each autoscaled model. `fleets` (for the live view and /load), `switches`
-    (for strategies and policies) and `adapters` (for LoRA adapters) are mappings by model name. `cancel` ends a request
-    in any process; the default ends only the requests in `running`, which belong to this process. `ledger` stores the
-    usage of keys across restarts; the default is `batches`.
+    (for strategies and policies) and `adapters` (for LoRA adapters) are mappings by model name. `cancel` cancels a
+    request in any process; the default cancels only the requests in `running`, which belong to this process. `ledger`
+    stores the usage of keys across restarts; the default is `batches`.
     """
     config, authenticator = handler.config, handler.authenticator
     collect = collect or only_this_process(authenticator)
@@ -206,7 +206,7 @@ class TracedEndpoint:
 
 
 class Application:
-    """The outermost ASGI layer. It adds request ids and rate-limit headers to responses, and responds to errors."""
+    """The outermost ASGI layer. It adds request ids and rate-limit headers, and converts errors to responses."""
 
     def __init__(self, routes: Routes, authenticator: Authenticator, origins: OriginPolicy) -> None:
         self.router = routes.guarded_by(authenticator)
@@ -245,8 +245,8 @@ class Application:
             await send(message)
 
         async def receive_to_end() -> Message:
-            # When a client disconnects, Ray Serve's proxy cancels the call, and `receive` raises the error of that
-            # call. Any error here therefore means that the connection is closed.
+            # When a client disconnects, Ray Serve's proxy cancels the call, and `receive` raises that call's error. Any
+            # error here therefore means that the connection is closed.
             try:
                 return await receive()
             except Exception:
@@ -267,7 +267,7 @@ class Application:
             if not has_started:
                 await error_response(error, state["request_id"], scope["path"])(scope, receive, send_with_id)
             elif not isinstance(error, ClientGone):  # the HTTP server logs this error and closes the connection
-                raise Failure("this response broke off; the log above has the reason") from None
+                raise Failure("this response was interrupted; see the log above for the reason") from None
 
     def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
         """Convert the router's 404 or 405 to an error of this API, with all methods of the path in `Allow`."""

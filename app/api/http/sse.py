@@ -1,4 +1,4 @@
-"""A stream of server-sent events that ends when its client disconnects."""
+"""A stream of server-sent events that stops when its client disconnects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from app.api.http.errors import ClientGone
 
 HEARTBEAT = b": still here\n\n"  # a comment, which clients ignore
-# A stream ends if the connection accepts no message for this long. Otherwise, a client that does not read would keep
+# A stream stops if the connection accepts no message for this long. Otherwise, a client that does not read would keep
 # its request running on a replica and all of its output in memory.
 UNREAD_S = 60.0
 SEND_NOW = "carousel.send_now"  # an ASGI extension; its value in the scope is a `Connection`
@@ -26,7 +26,7 @@ class WhileConnected:
     """Async context manager that cancels its block and raises ClientGone when the client disconnects.
 
     Read the body of the request first, so that `receive` can only return a disconnect. The block runs in the current
-    task, as under `asyncio.timeout`.
+    task, as with `asyncio.timeout`.
     """
 
     receive: Receive
@@ -69,8 +69,8 @@ class Connection(Protocol):
     """
 
     loop: asyncio.AbstractEventLoop  # only tasks of this loop may use the connection
-    is_blocked: bool  # true before the stream begins, while it sends a comment, and after it ends
-    sent_at: float  # time of the last event, by the event loop's clock
+    is_blocked: bool  # true before the stream starts, while it is sending a comment, and after its end
+    sent_at: float  # time of the last event, on the event loop's clock
 
     def may_send(self) -> bool:
         """Return whether an event may be sent now: the connection is not blocked, and the client has read enough."""
@@ -87,14 +87,14 @@ def connection_of(scope: Scope) -> Connection | None:
 
 @dataclass(kw_only=True, eq=False)
 class EventStream:
-    """A response that sends each server-sent event as soon as the event exists.
+    """A response that sends each server-sent event as soon as the event is available.
 
     No byte is sent before the first event, so that an earlier error can still set the status of the response.
 
-    After `heartbeat_s` without an event, the stream begins early if `may_begin()` allows it, for example when the
-    request is queued: a client or proxy would otherwise close the silent connection. From then on, the stream sends a
+    After `heartbeat_s` without an event, the stream starts early if `may_begin()` returns true, for example because the
+    request is queued. Otherwise, a client or proxy would close the silent connection. From then on, the stream sends a
     comment after every `heartbeat_s` of silence, which also detects clients that have vanished. `headers` is called
-    when the stream begins. A client that accepts no message for `UNREAD_S` counts as gone. `connection` may send events
+    when the stream starts. A client that accepts no message for `UNREAD_S` counts as gone. `connection` may send events
     while the stream waits for the next element of `events`.
     """
 
@@ -104,9 +104,9 @@ class EventStream:
     may_begin: Callable[[], bool]
     connection: Connection | None = None
     _has_begun: bool = field(default=False, init=False)
-    # Time at which the last message was passed to the server, by the event loop's clock.
+    # Time at which the last message was passed to the server, on the event loop's clock.
     _sent_at: float = field(default=0.0, init=False)
-    # Whether the server has accepted the last message. It waits until the client has read enough earlier messages.
+    # Whether the server has accepted the last message. The server waits until the client has read enough of them.
     _is_taken: bool = field(default=True, init=False)
     _is_unread: bool = field(default=False, init=False)  # the client has not read for `UNREAD_S`
 
@@ -208,7 +208,7 @@ class EventStream:
 
 
 class EventResponse(Response):
-    """A response with a stream of events, which ends when its client disconnects."""
+    """A response with a stream of events, which stops when its client disconnects."""
 
     def __init__(
         self,

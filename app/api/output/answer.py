@@ -49,7 +49,7 @@ class CustomCall(TypedDict):
     custom: CustomInput
 
 
-class MoreUsage(TypedDict, total=False):  # the fields that OpenAI's API does not have
+class MoreUsage(TypedDict, total=False):  # fields that OpenAI's API does not define
     pipeline: Json
     timings: dict[str, float]
 
@@ -87,7 +87,6 @@ class ChoiceOutput:
 
     @property
     def calls(self) -> list[FunctionCall | CustomCall]:
-        """The tool calls of the choice."""
         return [tool_call(first._replace(arguments=str(arguments))) for first, arguments in self._calls]
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:

@@ -19,7 +19,7 @@ from app.errors import Failure, Unavailable
 from app.metrics import task_name
 from app.text import GeneratedText, TextDelta
 
-MAX_TOKENS_AT_ONCE = 64  # in one delta; this is 0.3 ms of work with log-probabilities
+MAX_TOKENS_AT_ONCE = 64  # in one delta, which takes 0.3 ms with log-probabilities
 
 
 # Every token creates a delta. A `Struct` is created faster than a dataclass, and deltas are never part of a cycle.
@@ -52,7 +52,7 @@ class ChoiceDelta(Struct, gc=False, omit_defaults=True):
 class DeltaBuffer:
     """Stores the deltas of an answer that is read completely before it is sent, and joins deltas of the same choice.
 
-    A joined delta holds up to `MAX_TOKENS_AT_ONCE` tokens, so a token takes little more memory than its text.
+    A joined delta contains up to `MAX_TOKENS_AT_ONCE` tokens, so a token takes little more memory than its text.
     """
 
     def __init__(self) -> None:
@@ -112,10 +112,10 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
 
 @dataclass(slots=True, eq=False)
 class DirectPath:
-    """Sends the middle of an answer to its client in one call, from a replica's frame to the client's connection.
+    """Sends the middle of an answer from a replica's frame to the client's connection in one call.
 
-    Waking the stream's task for each token, through all of its generators, would take twice as long. The stream's task
-    sends only the first and last events, and the events for which the client's connection is not ready.
+    Waking the stream's task for each token and passing the delta through its generators would take twice as long. The
+    stream's task sends only the first and last events, and the events for which the client's connection is not ready.
     """
 
     connection: Connection | None  # None once the path is closed
@@ -142,9 +142,9 @@ class DirectPath:
 def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call and yield their deltas as soon as they arrive.
 
-    Closing the generator aborts the requests that still run. The first error of any choice ends all choices and is
-    raised here. `direct` takes deltas from the middle of the answer, which are then not yielded. It is used only if the
-    call has a single choice without tools, and only the engine can end this choice.
+    Closing the generator aborts the requests that are still running. The first error in any choice stops all choices
+    and is raised here. `direct` receives deltas from the middle of the answer, which are then not yielded. It is used
+    only if the call has a single choice without tools, and only the engine can end this choice.
     """
     if prepared.tools is None and len(prepared.requests) == 1:
         return _choice_pieces(prepared, 0, direct)
@@ -174,7 +174,7 @@ async def _choice_pieces(
                 if delta.finish_reason is FinishReason.ABORT:
                     raise Unavailable("the server stopped this generation before its end; try again")
                 piece = choice.piece_of(delta)
-                is_last = piece.finish_reason is not None  # read before `yield`: the receiver may change the piece
+                is_last = piece.finish_reason is not None  # read before `yield`, as the receiver may change the piece
                 yield piece
                 if is_last:
                     return
@@ -276,7 +276,7 @@ def _end(piece: ChoiceDelta, delta: TokenDelta, added: TextDelta, request: Reque
 
 
 async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse) -> AsyncGenerator[ChoiceDelta, None]:
-    """Move tool calls from the deltas' text to `calls`. Ends after the first call if only one call is allowed."""
+    """Move tool calls from the deltas' text to `calls`. Stops after the first call if only one is allowed."""
     parser = tools.make_parser()
     async with aclosing(pieces):
         async for piece in pieces:

@@ -25,7 +25,7 @@ class AnswerMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: NotRequired[str]  # DeepSeek's name, and below vLLM's name: clients read either of them
+    reasoning_content: NotRequired[str]  # DeepSeek's name; the next field is vLLM's, and clients read either
     reasoning: NotRequired[str]
     tool_calls: NotRequired[list[FunctionCall | CustomCall]]
 
@@ -82,11 +82,11 @@ class Format(Protocol):
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         """Return the choices for a delta, each for a separate chunk. Returns [] for a delta without content.
 
-        `details` are additional fields for the choice that carries the text.
+        `details` contains additional fields for the choice that carries the text.
         """
 
     def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
-        """Add the fields about a choice's prompt to the body or to the choice, as the endpoint's API defines."""
+        """Add the fields about a choice's prompt to the body or to the choice, depending on the endpoint's API."""
 
 
 class ChatFormat:
@@ -188,7 +188,7 @@ class ChoiceWriter(Writer):
 
 
 class ChoicesBuilder:
-    """Builds a response with all choices. The answer holds the texts, and this builder holds the token details."""
+    """Builds a response with all choices. The answer stores the texts, and this builder stores the token details."""
 
     def __init__(self, answer: Answer, form: Format) -> None:
         self._answer = answer
@@ -199,7 +199,7 @@ class ChoicesBuilder:
         )
 
     def add(self, piece: ChoiceDelta) -> None:
-        """Add a delta. The answer must already have its text."""
+        """Add a delta. The answer must already contain its text."""
         if self._details is not None and piece.details is not None:
             self._details.keep(piece.index, piece.details)
 
@@ -238,7 +238,7 @@ class ChunkWriter:
         self._info = answer.info
         self._envelope = _envelope(answer.info, form.chunk_object)
         self._begun: set[int] = set()
-        # By choice, the bytes before and after the text of an event in the middle of the choice.
+        # Maps each choice to the bytes before and after the text in events from the middle of the choice.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         options = self._info.detail_options
         self._details = (
@@ -299,7 +299,7 @@ class ChunkWriter:
         return before, after
 
     def _chunk(self, choice: Json, piece: ChoiceDelta) -> Json:
-        """Return a chunk for a delta. The usage of a chunk with only the role excludes the tokens of the delta."""
+        """Return a chunk for a delta. If it contains only the role, its usage excludes the delta's tokens."""
         chunk = self._envelope | {"choices": [choice]}
         if self._info.include_usage:
             chunk["usage"] = None

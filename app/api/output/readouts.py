@@ -1,4 +1,4 @@
-"""Responses that are made of numbers: each request of a call ends with a vector, with scores, or with probabilities."""
+"""Responses that consist of numbers: each request of a call returns a vector, scores or probabilities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ListOfRows(TypedDict):
 
 
 class ReadoutWriter(Writer, Generic[T]):
-    """Writes a list of rows. Bulk runs, which have no `ResponseState`, write equal rows from the numbers alone."""
+    """Writes a list of rows. Bulk runs, which have no `ResponseState`, write the same rows from the numbers alone."""
 
     is_one_row: ClassVar[bool] = True  # whether an item of a bulk run asks for one row
 
@@ -52,13 +52,13 @@ class ReadoutWriter(Writer, Generic[T]):
     def text(self, model_info: ModelInfo, numbers: Sequence[Any]) -> str:
         """Return the result of a bulk item as JSON: its row or its rows. `numbers` has an entry for each request.
 
-        Raises Failure if the model gave wrong numbers.
+        Raises Failure if the model returned invalid numbers.
         """
         rows = list(self.rows(self.values_of(numbers, model_info), model_info))
         return as_json(rows[0] if self.is_one_row else rows).decode()
 
     def values_of(self, numbers: Sequence[Any], model_info: ModelInfo) -> Sequence[T]:
-        """Return the values of requests that have ended with these numbers. Raises Failure."""
+        """Return the values of finished requests that returned these numbers. Raises Failure."""
         return [self.value(index, each, model_info) for index, each in enumerate(numbers)]
 
     def value(self, index: int, numbers: Any, model_info: ModelInfo) -> T:
@@ -67,7 +67,7 @@ class ReadoutWriter(Writer, Generic[T]):
 
     @abstractmethod
     def rows(self, values: Sequence[T], model_info: ModelInfo) -> Rows[Any]:
-        """Return the rows made of the values of all requests."""
+        """Return the rows built from the values of all requests."""
 
     def response(self, state: ResponseState, rows: Rows[Any]) -> Mapping[str, Any]:
         """Return the response with these rows: by default in vLLM's format, with the fields of `ListOfRows`."""
@@ -97,7 +97,7 @@ async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> 
     def keep(piece: ChoiceDelta) -> None:
         if piece.finish_reason is not None:
             if piece.embedding is None:
-                raise Failure(f"the request of text {piece.index} ended without a vector")
+                raise Failure(f"the request for text {piece.index} ended without a vector")
             results[piece.index] = make(piece.index, np.frombuffer(piece.embedding, np.float32))
 
     await state.read(keep)

@@ -32,15 +32,15 @@ class ResponseState(Answer):
 
     prepared: PreparedRequest
     metrics: CallMetrics
-    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # without deltas that the path takes
+    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # without the deltas that the path sends
     queued: Queued | None = None  # the queue position of the first request
     times: EngineTimes | None = None  # the times of the request with the first token
     extra_usage: Callable[[], MoreUsage] = MoreUsage  # returns additional fields of `usage`
-    trace: RequestTrace | None = None  # None if no traces are sent
+    trace: RequestTrace | None = None  # None if requests are not traced
     is_open: bool = False  # the headers may be sent before the first token, so an error can no longer set the status
     writer: Writer | None = None  # the endpoint's writer, or None if the client does not see this response
     is_streamed: bool = False  # the body asks for a stream
-    shows_loads: bool = False  # only for an admin
+    shows_loads: bool = False  # headers may show the loads of replicas, for an admin
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     ignored: tuple[str, ...] = ()  # fields without effect, then schema keywords that the grammar does not enforce
 
@@ -53,9 +53,9 @@ class ResponseState(Answer):
         *,
         pieces: AsyncGenerator[ChoiceDelta, None] | None = None,
     ) -> ResponseState:
-        """Create the response to a request that starts now, and charge its usage to the account.
+        """Create the response to a request that is starting, and charge its usage to the account.
 
-        `pieces` are the deltas of an answer that was already generated and charged.
+        `pieces` yields the deltas of an answer that was already generated and charged.
         """
         of_call = CallMetrics(
             metrics.model(prepared.model.base),
@@ -90,7 +90,7 @@ class ResponseState(Answer):
         """Yield the response as server-sent events.
 
         Raises an error that occurs before the first event, so that it can set the response's status. A later error
-        becomes an event. While `connection` is ready, events in the middle of the answer are sent there, not yielded.
+        becomes an event. While `connection` is ready, events in the middle of the answer are sent to it, not yielded.
         """
         assert self.writer is not None, "a client sees this response"
         writer = self.writer.event_writer(self)
@@ -133,7 +133,7 @@ class ResponseState(Answer):
             if explain and queued.routing_reason:
                 loads = f": {queued.candidate_loads}" if self.shows_loads and queued.candidate_loads else ""
                 headers["x-carousel-why"] = queued.routing_reason + loads
-        if self.times is not None and self.times.settings:  # of the replica that measured these times
+        if self.times is not None and self.times.settings:  # from the replica that measured these times
             headers["x-carousel-settings"] = self.times.settings
         return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
 
@@ -145,7 +145,7 @@ class ResponseState(Answer):
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.finish_reason is not None:
-            # The engine sees tool calls as text that ends with "stop".
+            # To the engine, tool calls are text that ends with "stop".
             reason = "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason
             self.metrics.finished(piece.index, reason)
             if self.trace is not None:
@@ -191,7 +191,6 @@ class ResponseState(Answer):
         return CallUsage(model.name, prepared.requests[0].is_background, used)
 
     def more_usage(self) -> MoreUsage:
-        """Return additional fields of `usage`, which OpenAI's API does not define."""
         more = self.extra_usage()
         if self.prepared.wants_timings:
             more["timings"] = self.timings()
@@ -239,7 +238,7 @@ class EventWriter(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether an event was written."""
+        """Whether any event has been written."""
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         """Return the events for a delta that was added to the state, in pieces. Empty for a delta without content."""
@@ -258,12 +257,12 @@ class Writer(ABC):
 
     @abstractmethod
     async def full_response(self, state: ResponseState) -> Mapping[str, Any]:
-        """Wait for the end of all choices and return the response."""
+        """Wait for all choices to finish, and return the response."""
 
     def event_writer(self, state: ResponseState) -> EventWriter:
         """Return the writer of a stream. Only endpoints whose bodies can ask for a stream override this method."""
         raise AssertionError("no body of this endpoint asks for a stream")
 
     def info(self, state: ResponseState) -> AnswerInfo:
-        """Return the information that is needed to write the response again from its stored deltas."""
+        """Return the information needed to write the response from its stored deltas."""
         return state.info

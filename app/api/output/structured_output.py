@@ -1,4 +1,4 @@
-"""Builds the grammar of an output from the structured-output fields of a request.
+"""Builds the grammar of a request's output from its structured-output fields.
 
 Only types and sizes are checked here. The replica compiles schemas, regular expressions and grammars.
 """
@@ -44,13 +44,13 @@ def grammar_of(body: GenerationRequest) -> Grammar | None:
     grammars = {name: grammar for name, grammar in asked.items() if grammar is not None}
     if len(grammars) > 1:
         raise InvalidRequest(
-            f"{' and '.join(grammars)} each define the form of the output; send one of them",
+            f"{' and '.join(grammars)} each define the form of the output; send only one of them",
             param=list(grammars)[1],
         )
     return next(iter(grammars.values()), None)
 
 
-# SGLang's and llama.cpp's names for fields of `structured_outputs`, each with the field that it stands for.
+# SGLang's and llama.cpp's names for fields of `structured_outputs`, each with the equivalent field.
 _OTHER_NAMES = (("regex", "regex"), ("ebnf", "grammar"), ("grammar", "grammar"), ("json_schema", "json"))
 
 
@@ -79,7 +79,7 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     if given.type == "json_object":
         return schema_grammar(_ANY_OBJECT, param=param)
     if given.json_schema is None:
-        raise InvalidRequest(f"{param}.json_schema is required by the type json_schema", param=f"{param}.json_schema")
+        raise InvalidRequest(f"{param}.json_schema is required with the type json_schema", param=f"{param}.json_schema")
     schema = given.json_schema.schema_ or {}
     return schema_grammar(schema, param=param, is_lenient=not given.json_schema.strict)
 
@@ -90,7 +90,7 @@ def _from_structured_outputs(given: StructuredOutputs) -> Grammar | None:
     named = {name: value for name, value in named.items() if value is not None}
     if len(named) > 1:
         raise InvalidRequest(
-            f"structured_outputs has {' and '.join(named)}; send one of them", param="structured_outputs"
+            f"structured_outputs has {' and '.join(named)}; send only one of them", param="structured_outputs"
         )
     for name, value in named.items():
         return _of_part(name, value, f"structured_outputs.{name}")
@@ -130,7 +130,7 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
 
 
 def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
-    """Return a grammar of free text whose triggers start structures. Raises InvalidRequest if either has no match."""
+    """Return a grammar of free text in which triggers start structures. Raises InvalidRequest if one has no match."""
     structures = given.structures
     for number, structure in enumerate(structures):
         if not any(structure.begin.startswith(trigger) for trigger in given.triggers):

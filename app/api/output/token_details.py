@@ -34,7 +34,7 @@ class TokenDetails:
     text_logprobs: list[TokenLogprob]  # tokens in the delta's text: first the echoed prompt, then generated tokens
     logprobs: tuple[TokenLogprobs, ...]  # one for each of `token_ids`
     prompt_logprobs: tuple[TokenLogprob, ...]  # the next tokens of the prompt
-    token_bytes: dict[int, bytes] = field(default_factory=dict)  # if stored: tokens that no earlier delta has named
+    token_bytes: dict[int, bytes] = field(default_factory=dict)  # in a stored delta: tokens that no earlier one named
 
     def named_tokens(self) -> Iterator[int]:
         """Yield the ids of all tokens whose names appear in the answer."""
@@ -109,7 +109,7 @@ class LogprobsCollector:
 
 
 class TokenNames:
-    """The names of tokens in responses: a token's text, or its bytes if they are not valid UTF-8 by themselves."""
+    """The names of tokens in responses: a token's text, or its bytes if they are not valid UTF-8 on their own."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], *, are_ids: bool = False) -> None:
         self._bytes_of = bytes_of
@@ -201,12 +201,11 @@ class PackedLogprobs:
         return bool(self._packed)
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
-        """Add the next few tokens."""
         if tokens:
             self._packed.append(_pack(tokens))
 
     def rows(self, entry: Entry, names: TokenNames, num_top: int) -> Rows[Json]:
-        """Return the entries of all tokens, which are built a few at a time."""
+        """Return the entries of all tokens, which are built in small groups."""
         return Rows(lambda: ([entry(token, names, num_top) for token in some] for some in self._some_at_a_time()))
 
     def written(self, form: LogprobsForm, names: TokenNames, *, num_top: int) -> Json:

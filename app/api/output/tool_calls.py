@@ -102,12 +102,12 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
         )
     if form is None:
         raise InvalidRequest(
-            "the format of this model's tool calls is unknown; its operator can name it in the setting tool_parser, "
-            "or send tool_choice none",
+            "the format of this model's tool calls is unknown; ask the operator to set tool_parser, or send "
+            "tool_choice none",
             param="tools",
         )
     texts = {name: texts_of(parameters_of(each)) for name, each in allowed.items()}
-    # If only some of the tools are allowed, the model needs a grammar that excludes calls of the others.
+    # If only some of the tools are allowed, the model needs a grammar that excludes calls of the other tools.
     is_strict = len(allowed) < len(offered) or any(each.strict for each in allowed.values())
     return ToolUse(
         make_parser=lambda: reading_inputs(

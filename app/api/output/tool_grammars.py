@@ -28,7 +28,7 @@ ANY_ARGUMENTS: Json = {"type": "object"}
 
 
 def arguments_grammar(function: Definition) -> Grammar | None:
-    """Return the grammar of a function's arguments or of a custom tool's input; None if the input may be any text.
+    """Return the grammar of a function's arguments or of a custom tool's input, or None if the input may be any text.
 
     Raises InvalidRequest if the schema or grammar is too long.
     """

@@ -1,4 +1,4 @@
-// Calls of the service with the key of this tab. The key is kept until the tab is closed, and nowhere else.
+// Calls the service with this tab's key. The key is stored only in this tab, until the tab is closed.
 
 const NAME = "carousel.key";
 
@@ -14,10 +14,12 @@ export class ApiError extends Error {
   }
 }
 
-// The document has the event "key-wanted" for each call that is refused for its key, and "key-accepted" for others.
+// The document receives the event "key-wanted" for each call that is refused because of its key, and "key-accepted" for
+// all other calls.
 const tell = (event) => document.dispatchEvent(new Event(event));
 
-// An error in words for a person. The service's own words about keys are for programs, which send a key in a header.
+// Returns an error message for a person. The service's own messages about keys are for programs, which send a key in a
+// header.
 function explained(path, status, message) {
   const isForAdmins = path.startsWith("/admin/");
   const kind = isForAdmins ? "an administrator's API key" : "an API key";
@@ -25,10 +27,10 @@ function explained(path, status, message) {
   if (status === 401) return `Enter ${kind} in the field at the top right.`;
   if (status !== 403 || !isForAdmins) return message;
   if (key.get()) return `This is for administrators. Enter ${kind} in the field at the top right.`;
-  return "This is for administrators. The service has no API keys and is open to other machines, so that nobody is one: give it keys.";
+  return "This is for administrators. The service has no API keys and is open to other machines, so nobody is an administrator. Set up API keys.";
 }
 
-// `body` is sent as JSON, `form` as a form with files.
+// Sends `body` as JSON, or `form` as a form with files.
 export async function call(path, { body, form, signal, headers: more } = {}) {
   const headers = { ...more };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -43,7 +45,8 @@ export async function call(path, { body, form, signal, headers: more } = {}) {
   throw new ApiError(response.status, explained(path, response.status, answer.error?.message || `HTTP ${response.status}`));
 }
 
-// The events of a response: {name, data} with data as text. EventSource cannot send a key.
+// Yields the events of a response as {name, data}, with data as text. EventSource cannot be used, because it cannot
+// send a key.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// The view "Batches": uploads a file of requests, begins a batch, shows progress, and fetches results and errors.
+// The view "Batches": uploads a file of requests, starts a batch, shows its progress, and fetches results and errors.
 
 import { call } from "/page/api.js";
 import { element, seconds } from "/page/elements.js";
@@ -10,7 +10,7 @@ const ENDED = ["completed", "failed", "cancelled", "expired"];
 const COLUMNS = ["created", "batch_id", "batch_model", "progress", "batch_state", "webhook", "actions"];
 const MAX_SHOWN_ERRORS = 20;
 let timer = 0;
-let shown = new Map(); // by the id of a batch: its rows, and the batch that they show
+let shown = new Map(); // maps the id of a batch to its rows and to the text of the batch that they show
 
 export async function show() {
   clearTimeout(timer);
@@ -21,9 +21,9 @@ export async function show() {
     $("batches-notice").textContent = data.length ? "" : "There are no batches yet.";
   } catch (error) {
     $("batches-notice").textContent =
-      error.status === 404 ? "This service has no batches: its configuration has no branch `batches`." : error.message;
+      error.status === 404 ? "This service has no batches: its configuration has no section `batches`." : error.message;
   }
-  // Rows stay while their batch is the same: an open list and the focus stay with them.
+  // Rows are reused while their batch is unchanged, so open lists and the focus stay.
   const known = shown;
   shown = new Map(data.map((batch) => {
     const text = JSON.stringify(batch);
@@ -58,7 +58,7 @@ function times(batch) {
   return made;
 }
 
-// The API has whole seconds.
+// The API reports whole seconds.
 function duration(length) {
   if (length < 1) return "ended within 1 s";
   const [minutes, hours] = [Math.floor(length / 60), Math.floor(length / 3600)];
@@ -68,7 +68,7 @@ function duration(length) {
 
 function progress({ request_counts: { total, completed, failed }, status }) {
   const made = element("span", "progress");
-  if (!total) return element("span", "", status === "validating" ? "the file is checked" : "nothing has run");
+  if (!total) return element("span", "", status === "validating" ? "checking the file" : "nothing has run");
   const bar = element("progress");
   bar.max = total;
   bar.value = completed + failed;
@@ -85,10 +85,10 @@ function state({ status, paused }) {
   return made;
 }
 
-// The first attempt is no news; the reason of one that failed is.
+// Shows the number of attempts only if there were several, and the error of a failed attempt.
 function webhook(told) {
   if (!told) return "none";
-  const words = { waiting: "waits for the end", given_up: "given up" }[told.status] ?? told.status;
+  const words = { waiting: "waiting for the end", given_up: "given up" }[told.status] ?? told.status;
   const made = element("span");
   made.append(element("span", `webhook-${told.status}`, words));
   if (told.attempts > 1) made.append(element("small", "", `${told.attempts} attempts`));
@@ -106,7 +106,7 @@ function actions(batch) {
   return made;
 }
 
-// The first error, and behind it a list of more.
+// Returns the first error, followed by a list of the other errors.
 function errorList([first, ...others]) {
   const made = element("div", "why");
   const told = ({ line: number, message }) => (number ? `line ${number.toLocaleString("en")}: ${message}` : message);
@@ -117,7 +117,7 @@ function errorList([first, ...others]) {
   const list = element("ul");
   list.append(...listed.map((error) => element("li", "", told(error))));
   if (others.length > listed.length) {
-    list.append(element("li", "", `and ${others.length - listed.length} more in the answer of /v1/batches`));
+    list.append(element("li", "", `and ${others.length - listed.length} more in the response of /v1/batches`));
   }
   more.append(element("summary", "", `and ${others.length} more error${others.length === 1 ? "" : "s"}`), list);
   made.append(more);
@@ -140,7 +140,7 @@ async function upload(event) {
   });
 }
 
-// All lines of a file have the same url; what is wrong with the file the service says.
+// All lines of a file have the same url. The service reports mistakes in the file.
 function urlOf(line) {
   try {
     return JSON.parse(line).url || "/v1/chat/completions";

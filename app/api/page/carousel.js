@@ -1,6 +1,6 @@
 // Draws one replica: its slots over time, and below them its queue, its KV blocks and its steps.
 
-const LABEL = 66; // pixels on the left for the words beside the canvas
+const LABEL = 66; // pixels on the left for the words next to the canvas
 const STRIPS = [["waiting", 26], ["blocks", 30], ["time", 26], ["tokens", 26]]; // with their heights
 const GAP = 8;
 
@@ -15,7 +15,8 @@ function heightOf(replica) {
   return rows * rowHeight + STRIPS.reduce((sum, [, height]) => sum + height + GAP, 0) + 18;
 }
 
-// Gives the canvas its height, and each word its place beside it: the first is that of the slots, the others of the strips.
+// Sets the height of the canvas, and the position of the words next to it. The first word belongs to the slots, and the
+// others to the strips.
 export function layOut(canvas, labels, replica) {
   const { rows, rowHeight } = rowsOf(replica);
   canvas.style.height = `${heightOf(replica)}px`;
@@ -100,7 +101,7 @@ function drawStay(pen, stay, { end, top, bar, from, history, kind, selected, col
   pen.globalAlpha = 1;
 }
 
-// A line where another strategy or policy begins.
+// Draws a line at each switch to another strategy or policy.
 function drawSwitches(pen, samples, { x, height, width, colours }) {
   for (let each = 1; each < samples.length; each += 1) {
     if (samples[each].rule === samples[each - 1].rule) continue;
@@ -194,7 +195,7 @@ function drawTime(pen, { from, to, x, top, width, colours, now }) {
 
 // ---------------------------------------------------------------- pointing
 
-// The stay at a place of the canvas; null where there is none.
+// Returns the stay at a position on the canvas, or null.
 export function stayAt(canvas, replica, { offsetX, offsetY }, { from, to }) {
   const { rows, rowHeight } = rowsOf(replica);
   const slot = Math.floor(offsetY / rowHeight);

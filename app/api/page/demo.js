@@ -1,12 +1,12 @@
-// "Send 40 demo requests": prompts and outputs of mixed lengths, of four tenants. A browser opens six connections to a
-// service: the live view and a chat need one each, so that four calls carry ten prompts each, or more.
+// "Send 40 demo requests": prompts and outputs of mixed lengths, from four tenants. A browser opens at most six
+// connections to a service. The live view and a chat need one each, so four calls carry at least ten prompts each.
 
 import { call, events } from "/page/api.js";
 
 const WORDS = "the carousel turns and one horse after another joins the ride while the music plays in the square".split(" ");
-const LENGTHS = [32, 96, 224, 448]; // tokens of output, at most, of each call
+const LENGTHS = [32, 96, 224, 448]; // maximum output tokens of each call
 
-// How many requests show what a strategy does: where all of them have a slot at once, none has to wait for one.
+// Enough requests to show the effect of a strategy: if all of them had a slot, none would have to wait.
 export const demoSize = (numSlots) => LENGTHS.length * Math.min(100, Math.max(10, Math.ceil((2.5 * numSlots) / LENGTHS.length)));
 
 export async function sendDemo(model, number, onError) {

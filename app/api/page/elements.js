@@ -1,4 +1,4 @@
-// A new element with a class and a text.
+// Returns a new element with a class and a text.
 export function element(tag, kind = "", text = "") {
   const made = document.createElement(tag);
   if (kind) made.className = kind;
@@ -10,10 +10,10 @@ export function setText(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }
 
-// Milliseconds in words.
+// Formats milliseconds with a unit.
 export const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms / 1000).toFixed(1)} s`);
 
-// The colours of page.css, for canvases.
+// Returns the colours of page.css for canvases.
 export function palette() {
   const style = getComputedStyle(document.documentElement);
   const names = ["faint", "panel", "soft", "text", "line", "bad", "warn", "owned", "cached"];

@@ -2,90 +2,91 @@
 
 import { element, setText } from "/page/elements.js";
 
-// By group: the label of each figure, its unit ("" for names, words, and values with units of their own), and its explanation.
+// For each group, the label of each figure, its unit ("" for names, words, and values that include their unit), and its
+// explanation.
 const GROUPS = {
   "A replica": {
-    group: ["group", "", "The replica's group of an A/B trial. A client may name the group in the header x-carousel-group."],
-    scheduling: ["scheduling", "", "The strategy and the policy in force. The strategy says when waiting requests may join the batch, the policy which request goes first."],
-    running: ["running", "slots", "The requests that the replica computes now, of the slots that the replica has. Each request in the batch takes one slot."],
-    waiting: ["waiting", "requests", "The requests in the replica's queue: the replica has accepted them, and they have no slot yet."],
-    output_rate: ["output", "tokens/s", "The output tokens that the replica has generated each second, over the last three seconds."],
-    prompt_rate: ["prompts", "tokens/s", "The prompt tokens that the replica has read each second, over the last three seconds. The model generates no output tokens."],
-    speed: ["speed", "tokens/s", "The tokens, of prompts and outputs together, that the replica computes each second in steps of 64 tokens. The replica measures this speed all the time, and requests are spread over the replicas by their speeds."],
-    load: ["load", "tokens", "The work that the replica still has: the prompt tokens that it has not read, and the output tokens that are expected to come. Another request goes to the replica with the least load for its speed."],
-    backend: ["backend", "", "The code that computes the model on this replica's processor or GPU."],
-    backends_failed: ["failed backends", "", "Faster code for this GPU that does not work here. The log of the replica has the reason."],
-    settings: ["settings", "", "The version of all settings of scheduling: the preset, the strategy, the policy, and a digest of all values. Figures under the same version may be compared."],
-    bubbles: ["bubbles", "%", "The share of slot time that no request used in the last ten seconds, while requests waited and the strategy let none of them join."],
-    tuning: ["limits set by", "", "Why the tuner has set the limits of a step as they are: the configured bounds, the target for gaps (itl), the target for first tokens (ttft), or the memory. Targets may also be unreachable."],
-    max_step_tokens: ["step limit", "tokens", "The most tokens that one step may compute, as the tuner has set the limit."],
-    prefill_chunk: ["chunk limit", "tokens", "The most tokens of one prompt that one step may read, as the tuner has set the limit."],
-    ttft_p99: ["first token p99", "", "99 of 100 requests had their first token within this time, over the last half minute."],
+    group: ["group", "", "The replica's group in an A/B test. A client can select a group with the header x-carousel-group."],
+    scheduling: ["scheduling", "", "The strategy and the policy in force. The strategy decides when waiting requests may join the batch, and the policy decides which request is first."],
+    running: ["running", "slots", "The number of requests in the replica's batch, and its number of slots. Each request in the batch occupies one slot."],
+    waiting: ["waiting", "requests", "The number of requests in the replica's queue. The replica has accepted these requests, but they have no slot yet."],
+    output_rate: ["output", "tokens/s", "The output tokens that the replica generated per second, over the last three seconds."],
+    prompt_rate: ["prompts", "tokens/s", "The prompt tokens that the replica processed per second, over the last three seconds. The model generates no output tokens."],
+    speed: ["speed", "tokens/s", "The prompt and output tokens that the replica processes per second in steps of 64 tokens. The replica measures its speed continuously, and faster replicas receive more requests."],
+    load: ["load", "tokens", "The replica's remaining work: prompt tokens that it has not processed yet, and output tokens that it is expected to generate. A new request goes to the replica with the lowest load relative to its speed."],
+    backend: ["backend", "", "The code that runs the model on this replica's processor or GPU."],
+    backends_failed: ["failed backends", "", "Faster backends for this GPU that do not work here. See the replica's log for the reason."],
+    settings: ["settings", "", "The version of all scheduling settings: the preset, the strategy, the policy, and a digest of all values. Figures measured under the same version are comparable."],
+    bubbles: ["bubbles", "%", "The share of slot time that no request used in the last ten seconds, while requests were waiting and the strategy let none of them join."],
+    tuning: ["limits set by", "", "The reason for the step limits that the tuner has chosen: the configured bounds, the target for gaps (itl), the target for first tokens (ttft), memory, or an unreachable target."],
+    max_step_tokens: ["step limit", "tokens", "The maximum number of tokens in one step, as set by the tuner."],
+    prefill_chunk: ["chunk limit", "tokens", "The maximum number of one prompt's tokens in one step, as set by the tuner."],
+    ttft_p99: ["first token p99", "", "99 of 100 requests received their first token within this time, over the last half minute."],
     itl_p99: ["gap p99", "", "99 of 100 gaps between two tokens of a request were shorter, over the last half minute."],
-    last_dispatch: ["last dispatch", "", "Where the last request of this model went, and why: the dispatch policy, the replica, and the rule that chose the replica."],
-    last_request: ["last request here", "", "Why this replica got its last request: the rule, and the replica's load. The load is the tokens of prompts and the expected tokens of outputs, with those of the new request, at the replica's speed beside the usual speed."],
+    last_dispatch: ["last dispatch", "", "Where the last request for this model was sent, and why: the dispatch policy, the replica, and the rule that chose the replica."],
+    last_request: ["last request here", "", "Why this replica received its last request: the rule, and the replica's load. The load counts prompt tokens and expected output tokens, including those of the new request, and is scaled by the replica's speed relative to the usual speed."],
   },
   "The picture of a replica": {
     slots: ["slots", "", "Each line is one slot of the replica's batch, and each colour is one request. Time runs to the right."],
-    queue_strip: ["queue", "requests", "The requests that wait for a slot, over time."],
-    kv_blocks: ["KV blocks", "blocks", "The blocks of KV memory, over time. Running requests own blocks (strong colour). Cached blocks (pale colour) hold prefixes that new requests may share. Free blocks hold nothing."],
-    step_time: ["step time", "ms", "The milliseconds that one step of the batch takes: the mean (strong colour), and the longest of a fifth of a second (grey)."],
-    step_tokens: ["step size", "tokens", "The tokens that one step computes, of the step's budget: output tokens (strong colour), and prompt tokens on top of them (pale colour)."],
+    queue_strip: ["queue", "requests", "The number of requests waiting for a slot, over time."],
+    kv_blocks: ["KV blocks", "blocks", "The blocks of KV memory, over time. Running requests own blocks (strong colour). Cached blocks (pale colour) contain prefixes that new requests may share. Free blocks are empty."],
+    step_time: ["step time", "ms", "The duration of one step of the batch, in milliseconds: the mean (strong colour) and the longest (grey) in each fifth of a second."],
+    step_tokens: ["step size", "tokens", "The tokens in one step, relative to the step's budget: output tokens (strong colour), with prompt tokens on top (pale colour)."],
   },
   "The queue of a replica": {
-    queue: ["Queue", "", "The requests without a slot, in the order in which they would get a slot now."],
-    tenant: ["tenant", "", "The tenant of the request: the name of its API key, or the field user of its body; or its id, without a tenant."],
-    waits_for: ["waits for", "", "The reason why the request does not join the batch now. None overtakes the request before it."],
-    expected: ["expected", "", "The time until the request gets a slot, as the replica expects it from its speed."],
+    queue: ["Queue", "", "The requests without a slot, in the order in which they would currently get one."],
+    tenant: ["tenant", "", "The request's tenant: the name of its API key, or the field user of its body. A request without a tenant shows its id."],
+    waits_for: ["waits for", "", "The reason why the request cannot join the batch yet. No request overtakes the one before it."],
+    expected: ["expected", "", "The time until the request is expected to get a slot, estimated from the replica's speed."],
   },
   "One request": {
-    request_id: ["id", "", "The id of the request in logs and answers."],
-    tenant_class: ["tenant, class", "", "The tenant of the request, and its class: a smaller number goes first under the policy priority; background requests use idle slots only."],
-    prompt: ["prompt", "tokens", "The length of the prompt. Cached tokens were in the KV memory already, and are not computed again."],
-    output: ["output", "tokens", "The tokens that were generated so far."],
+    request_id: ["id", "", "The request's id in logs and responses."],
+    tenant_class: ["tenant, class", "", "The request's tenant and class. Under the policy priority, smaller numbers run first. Background requests use only idle slots."],
+    prompt: ["prompt", "tokens", "The length of the prompt. Cached tokens were already in KV memory and are not recomputed."],
+    output: ["output", "tokens", "The tokens generated so far."],
     memory: ["memory", "blocks", "The blocks of KV memory that the request owns."],
-    queue_time: ["queue", "", "The time from the arrival of the request at the replica until its first slot."],
-    moved: ["then", "", "Why the request left its slot, and how long it waited for the next one."],
-    stay: ["slot", "", "One stay in a slot of a replica: how long the prompt was read, and how long output was generated."],
-    gaps: ["gaps between tokens", "", "The times between two tokens of the output, as a reader of the stream meets them."],
+    queue_time: ["queue", "", "The time from the request's arrival at the replica until its first slot."],
+    moved: ["then", "", "Why the request lost its slot, and how long it waited for the next one."],
+    stay: ["slot", "", "One stay in a slot of a replica: the time for the prompt, and the time for generating output."],
+    gaps: ["gaps between tokens", "", "The times between consecutive output tokens, as a client of the stream receives them."],
   },
   "Tables for administrators": {
-    key: ["key", "", "The name of the API key, as in the file of keys."],
-    model: ["model", "", "The name of the model in requests."],
-    requests: ["requests", "", "The calls that have ended in this month."],
-    prompt_tokens: ["prompt", "tokens", "All tokens of the prompts, the cached ones included."],
-    cached_tokens: ["of them cached", "tokens", "The prompt tokens that were in the KV memory already."],
-    output_tokens: ["output", "tokens", "All tokens that were generated."],
-    cost: ["cost", "", "The cost by the prices of the model when the call ended, in the currency of these prices. Without prices the cost is 0."],
-    replicas: ["replicas", "", "The replicas that the model has now."],
-    wanted: ["wanted", "replicas", "The replicas that the model should have by the rule of autoscaling."],
+    key: ["key", "", "The name of the API key, as in the keys file."],
+    model: ["model", "", "The model's name in requests."],
+    requests: ["requests", "", "The calls that have ended this month."],
+    prompt_tokens: ["prompt", "tokens", "All prompt tokens, including cached tokens."],
+    cached_tokens: ["of them cached", "tokens", "The prompt tokens that were already in KV memory."],
+    output_tokens: ["output", "tokens", "All generated tokens."],
+    cost: ["cost", "", "The cost at the model's prices when the call ended, in the currency of these prices. Without prices, the cost is 0."],
+    replicas: ["replicas", "", "The model's current number of replicas."],
+    wanted: ["wanted", "replicas", "The number of replicas that autoscaling wants for the model."],
     why: ["why", "", "The reason for the wanted number."],
   },
   "The playground": {
-    answer_time: ["time", "", "The time from the click until the whole answer had come, in this browser."],
-    first_token: ["first token after", "", "The time from the click until the first token had come, in this browser."],
-    answer_tokens: ["output", "tokens", "The tokens of the answer, as the service has counted them."],
-    answer_rate: ["rate", "tokens/s", "The tokens each second after the first token, in this browser."],
-    prompt_size: ["prompt", "tokens", "The tokens of the prompt, with the template of the chat."],
-    prompt_cached: ["cached", "tokens", "The prompt tokens that were in the KV memory already."],
-    replica: ["replica", "", "The replica that has answered."],
-    probability: ["probability", "", "The probability of each answer by the model, from 0 to 1. The probabilities of one question add up to 1."],
+    answer_time: ["time", "", "The time from the click until the whole answer had arrived, in this browser."],
+    first_token: ["first token after", "", "The time from the click until the first token had arrived, in this browser."],
+    answer_tokens: ["output", "tokens", "The tokens in the answer, as counted by the service."],
+    answer_rate: ["rate", "tokens/s", "The tokens per second after the first token, in this browser."],
+    prompt_size: ["prompt", "tokens", "The tokens in the prompt, including the chat template."],
+    prompt_cached: ["cached", "tokens", "The prompt tokens that were already in KV memory."],
+    replica: ["replica", "", "The replica that answered."],
+    probability: ["probability", "", "The probability that the model assigns to each answer, from 0 to 1. The probabilities for one question add up to 1."],
   },
   "Batches": {
-    created: ["created", "", "When the batch was created, in the time of this browser; and how long the batch took, once the batch has ended."],
-    batch_id: ["batch", "", "The id of the batch in the API, in logs and in webhooks."],
-    batch_model: ["model", "", "The model that all requests of the batch name. Requests of one file may also name several models."],
-    progress: ["progress", "", "The requests of the file that have ended, of all. Failed requests are in the file of errors."],
-    batch_state: ["state", "", "The status of the batch in the API. A paused batch waits for its storage."],
-    webhook: ["webhook", "", "The message about the end of the batch: waiting for the end, pending, delivered, or given up after a day."],
-    actions: ["actions", "", "Results are the answers, one JSON object a line. Errors are the requests that have failed or have not run."],
+    created: ["created", "", "When the batch was created, in this browser's time zone, and how long the batch took, once it has ended."],
+    batch_id: ["batch", "", "The batch's id in the API, in logs and in webhooks."],
+    batch_model: ["model", "", "The model of all requests in the batch. The requests in one file may also use several models."],
+    progress: ["progress", "", "The number of the file's requests that have ended, and the number of all requests. Failed requests are in the errors file."],
+    batch_state: ["state", "", "The batch's status in the API. A paused batch is waiting for its storage."],
+    webhook: ["webhook", "", "The message about the end of the batch: waiting for the end, pending, delivered, or given up after a day of attempts."],
+    actions: ["actions", "", "Results are the answers, one JSON object per line. Errors are the requests that failed or did not run."],
   },
 };
 
 export const FIGURES = Object.assign({}, ...Object.values(GROUPS));
 
-// The word for a figure. The explanation shows under the pointer and on focus, and screen readers read it.
-// `label`: in place of that of the table.
+// Returns the word for a figure. Its explanation appears under the pointer and on focus, and screen readers read it.
+// `label` replaces the label from the table.
 export function heading(name, label = "") {
   if (!Object.hasOwn(FIGURES, name)) throw new Error(`figures.js does not explain the figure ${name}`);
   const [usual, , explanation] = FIGURES[name];
@@ -97,7 +98,7 @@ export function heading(name, label = "") {
   return word;
 }
 
-// The head of a table's column or row.
+// Returns the header cell of a table's column or row.
 export function column(name, label = "") {
   const made = element("th");
   made.append(heading(name, label));
@@ -114,8 +115,8 @@ export function figure(name, value = "") {
   return made;
 }
 
-// Shows [name, value, kind, more] one after the other. Elements stay while their values change, and so does the focus.
-// `more` follows the explanation.
+// Shows each [name, value, kind, more]. Elements are reused when their values change, so the focus stays. `more` is
+// appended to the explanation.
 export function showFigures(place, figures) {
   const known = new Map([...place.children].map((each) => [each.dataset.of, each]));
   const shown = figures.map(([name, value, kind = "", more = ""]) => {
@@ -130,7 +131,7 @@ export function showFigures(place, figures) {
   keepFocus(place, shown);
 }
 
-// Puts `shown` into the place where the elements there are others.
+// Replaces the children of `place` with `shown` if they differ, and keeps the focus.
 export function keepFocus(place, shown) {
   if (shown.length === place.children.length && shown.every((each, index) => each === place.children[index])) return;
   const focused = place.contains(document.activeElement) ? document.activeElement : null;
@@ -139,7 +140,7 @@ export function keepFocus(place, shown) {
   rove(place);
 }
 
-// One press of Tab reaches one word of a group, and the arrow keys the others.
+// Tab moves to one word of a group, and the arrow keys move between its words.
 export function rove(place, chosen = null) {
   const words = wordsOf(place.closest("[data-figures]") ?? place);
   const one = chosen ?? words.find((each) => each.tabIndex === 0) ?? words[0];
@@ -152,9 +153,9 @@ const wordsOf = (group) => [...group.querySelectorAll("abbr[data-figure]")];
 
 const tip = element("div");
 tip.id = "tip";
-tip.setAttribute("aria-hidden", "true"); // screen readers have the description of the word
+tip.setAttribute("aria-hidden", "true"); // screen readers read the word's description
 tip.hidden = true;
-let told = null; // the word that is explained
+let told = null; // the word that is currently explained
 
 function explain(word) {
   told = word;
@@ -196,7 +197,7 @@ export function begin() {
   });
   document.addEventListener("focusin", (event) => explain(wordAt(event)));
   document.addEventListener("focusout", () => explain(null));
-  // The explanation of the word with the focus moves with the word: the focus itself may have scrolled the page.
+  // The explanation of the focused word moves with the word, because setting the focus may have scrolled the page.
   const scrolled = () => { if (told) explain(focused()); };
   document.addEventListener("scroll", scrolled, { capture: true, passive: true });
   document.addEventListener("keydown", move, { capture: true });

@@ -1,18 +1,18 @@
-// What the live view has shown in the last five minutes: for each replica its stays in slots, and samples of its state.
+// The last five minutes of the live view: the stays in slots of each replica, and samples of its state.
 
 export const KEPT_MS = 5 * 60 * 1000 + 15 * 1000;
-const SAME_MS = 400; // the same stay, seen in two views: clocks and networks are not exact
-const GONE_MS = 60 * 1000; // a replica that is gone is shown for so long
+const SAME_MS = 400; // tolerance for the same stay in two views, because clocks and networks are not exact
+const GONE_MS = 60 * 1000; // how long a removed replica is still shown
 
-// A request that resumed on another replica has the id of its attempt there: its own id, a dot and a number.
+// A request that resumed on another replica has an id for its attempt there: its own id, a dot and a number.
 export const baseId = (requestId) => requestId.replace(/\.[1-9]$/, "");
 
 export class History {
   constructor() {
     this.models = new Map(); // name -> {name, decision, replicas: Map}
-    this.names = new Map(); // of requests, tenants, classes -> a number in order of appearance, for colours
-    this.at = 0; // of the last event
-    this.lag = Infinity; // this clock less that of the service, at the least delay seen
+    this.names = new Map(); // maps requests, tenants and classes to a number in order of appearance, for colours
+    this.at = 0; // time of the last event
+    this.lag = Infinity; // this clock minus the service's clock, at the smallest delay so far
   }
 
   // ---------------------------------------------------------------- events
@@ -92,7 +92,7 @@ export class History {
     return stay;
   }
 
-  // `reported` is flat: slot, tokens, blocks. A stay that is not known comes with the next full view.
+  // `reported` is a flat list of slot, tokens, blocks. An unknown stay is added by the next full view.
   #report(replica, at, reported) {
     const found = [];
     const inSlots = new Map([...replica.open.values()].map((stay) => [stay.slot, stay]));
@@ -107,7 +107,7 @@ export class History {
     return found;
   }
 
-  // Pairs in one flat list, which takes a tenth of the memory: when it was seen, its tokens then.
+  // Appends the time and the tokens so far to one flat list, which uses a tenth of the memory of a list of pairs.
   #count(stay, at) {
     if (stay.counts.at(-1) !== stay.use.num_generated_tokens) stay.counts.push(at, stay.use.num_generated_tokens);
   }
@@ -149,8 +149,8 @@ export class History {
       .sort((one, other) => one.joined - other.joined);
   }
 
-  // The place of a request by the last views: {replica, stay} in a slot, {replica, entry, ahead} in a queue, else null.
-  // The id of the request contains `part`. A view has only the beginning of a long queue.
+  // Finds the request whose id contains `part` in the last views: returns {replica, stay} if it is in a slot, {replica,
+  // entry, ahead} if it is in a queue, and null otherwise. A view lists only the first requests of a long queue.
   find(part) {
     for (const replica of this.replicas()) {
       for (const stay of replica.open.values()) if (stay.use.request_id.includes(part)) return { replica, stay };
@@ -161,8 +161,8 @@ export class History {
     return null;
   }
 
-  // When each token of a stay came: at the ends of steps that were told, between them evenly. A view that comes late
-  // has its steps late: none is before those of the view before.
+  // Returns the time of each token of a stay: the reported ends of steps, and evenly spaced times in between. The steps
+  // of a late view are late as well, so none is placed before the steps of the previous view.
   tokenTimes(stay) {
     const times = [];
     const { samples } = stay.replica;
@@ -185,7 +185,7 @@ export class History {
     return times;
   }
 
-  // Now by the clock of the service.
+  // Returns the current time on the service's clock.
   now() {
     return Number.isFinite(this.lag) ? Date.now() - this.lag : this.at;
   }
@@ -199,7 +199,7 @@ export class History {
 
 export const classOf = (use) => (use.is_background ? "background" : `priority ${use.priority}`);
 
-// Lists as objects: the first event of a stream names their fields.
+// Converts lists to objects. The first event of a stream lists their field names.
 function named(values, fields) {
   const view = asObject(values, fields.view);
   view.steps = asObject(view.steps, fields.steps);

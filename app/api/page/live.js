@@ -1,4 +1,4 @@
-// The view "Live": reads the events, keeps a panel for each replica, draws, and shows one request's timeline.
+// The view "Live": reads the events, maintains and draws a panel for each replica, and shows one request's timeline.
 
 import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
@@ -10,8 +10,8 @@ import { newPanel, updatePanel } from "/page/replica.js";
 import { showTimeline } from "/page/request.js";
 import { newSwitch } from "/page/scheduler.js";
 
-const DELAY_MS = 350; // drawn so late, so that what is drawn has arrived
-const HIDDEN_MS = 30_000; // a hidden tab stops to watch after this
+const DELAY_MS = 350; // delay of the drawing, so that its data has arrived
+const HIDDEN_MS = 30_000; // a hidden tab stops watching after this time
 const history = new History();
 const view = { isPaused: false, pausedAt: 0, selected: null };
 const $ = (id) => document.getElementById(id);
@@ -40,9 +40,9 @@ export async function watch() {
       if (own.signal.aborted) return;
       wait = Math.min(wait ? wait * 2 : 500, 5000);
       say(error instanceof ApiError ? `refused (${error.status})` : "not connected", "off");
-      // A missing key is told above all views.
+      // A missing key is reported above all views.
       if (error instanceof ApiError) notice(error.status === 401 ? "" : error.message);
-      if (error.status === 401 || error.status === 403) return; // until another key is given
+      if (error.status === 401 || error.status === 403) return; // until another key is entered
       await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
@@ -126,7 +126,7 @@ function move(event, replica) {
   event.preventDefault();
 }
 
-// Rebuild the list of panels when models or replicas have come or gone.
+// Rebuild the list of panels when models or replicas were added or removed.
 let shape = "";
 function arrange() {
   const models = [...history.models.values()];
@@ -154,7 +154,7 @@ function updateWords() {
   arrange();
   for (const model of history.models.values()) {
     const { reason, loads } = model.decision ?? { reason: "no request yet", loads: "" };
-    showFigures(model.line.decision, [["last_dispatch", reason, "", loads && `The loads then: ${loads}`]]);
+    showFigures(model.line.decision, [["last_dispatch", reason, "", loads && `The loads at that time: ${loads}`]]);
     for (const replica of model.replicas.values()) updatePanel(panelOf(replica), history, $("colour").value);
     const shown = [...model.replicas.values()].find((replica) => replica.state === "serving" && replica.view);
     if (shown) model.line.switch.show(shown.view);
@@ -181,7 +181,7 @@ function close() {
 let drawnAt = 0;
 function frame(at) {
   requestAnimationFrame(frame);
-  if (at - drawnAt < 45 || $("live").hidden || document.hidden) return; // some 20 pictures a second
+  if (at - drawnAt < 45 || $("live").hidden || document.hidden) return; // about 20 frames per second
   drawnAt = at;
   const times = range();
   const colours = palette();
@@ -194,7 +194,7 @@ function frame(at) {
   }
 }
 
-// Of all replicas of a model that take requests.
+// Returns the number of slots of all replicas of a model that accept requests.
 export function numSlots(model) {
   const serving = history.replicas().filter((replica) => replica.model === model && replica.state === "serving");
   return serving.reduce((sum, replica) => sum + (replica.facts.max_running || 0), 0);

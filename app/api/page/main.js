@@ -1,4 +1,4 @@
-// Tabs, the key, light and dark.
+// The tabs, the key, and the light and dark themes.
 
 import { key } from "/page/api.js";
 import * as batches from "/page/batches.js";
@@ -20,7 +20,7 @@ function open(name) {
     $(`tab-${each}`).tabIndex = each === name ? 0 : -1;
   }
   if (name === "batches") batches.show();
-  // The first view has no fragment: with one, the first press of Tab would go past the tabs to what it names.
+  // The first view has no fragment. With a fragment, the first press of Tab would skip the tabs and go to its target.
   const address = name === TABS[0] ? location.pathname : `#${name}`;
   if (location.hash !== new URL(address, location).hash) history.replaceState(null, "", address);
 }
@@ -61,7 +61,7 @@ $("key-form").addEventListener("submit", (event) => {
   takeKey();
 });
 
-// The field is marked until a key is accepted. It takes the focus only where a person has not put the focus elsewhere.
+// The field is marked until a key is accepted. It gets the focus only if nothing else has it.
 document.addEventListener("key-wanted", () => {
   const isFirst = $("key-wanted").hidden;
   setText($("key-wanted"), key.get()
@@ -86,7 +86,7 @@ async function models() {
 }
 
 function fail(error) {
-  if (error.status === 401) return; // told above all views
+  if (error.status === 401) return; // reported above all views
   $("notice").textContent = error.message;
   $("notice").hidden = false;
 }

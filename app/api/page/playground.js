@@ -1,4 +1,4 @@
-// The view "Playground": a chat, streamed, with its times, or a decision; and the same request as curl and Python.
+// The view "Playground": a streamed chat with its times, or a decision, and the same request as curl and Python.
 
 import { call, events, key } from "/page/api.js";
 import { element, seconds } from "/page/elements.js";
@@ -20,7 +20,7 @@ export async function loadModels() {
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty"];
 
-// Raises SyntaxError for what is no JSON.
+// Throws SyntaxError if a field is not valid JSON.
 function parameters() {
   const given = { model: $("model").value };
   for (const name of NUMBERS) if ($(name).value !== "") given[name] = Number($(name).value);
@@ -43,7 +43,7 @@ function parsed(id, isRight, kind) {
   return value;
 }
 
-// The calls of the last answer that have no result yet: what is written next is the result of the first.
+// Returns the calls of the last answer that have no result yet. The next message is the result of the first one.
 function open() {
   const answer = messages.findLast((message) => message.role === "assistant");
   const done = messages.map((message) => message.tool_call_id);
@@ -59,11 +59,11 @@ function body(prompt) {
   const system = $("system").value.trim();
   const all = [...(system ? [{ role: "system", content: system }] : []), ...messages];
   if (prompt) all.push(written(prompt));
-  else if (all.at(-1)?.role === "assistant") all.pop(); // the request that was sent last
+  else if (all.at(-1)?.role === "assistant") all.pop(); // show the request that was sent last
   return { ...parameters(), messages: all, stream: true };
 }
 
-// The call that the form stands for.
+// Returns the call that the form describes.
 function request(prompt) {
   const questions = asked();
   if (!questions) return { path: "/v1/chat/completions", sent: body(prompt) };
@@ -133,8 +133,8 @@ async function decide(path, sent) {
   showCode();
 }
 
-// Sends what `work` sends, until it ends or is stopped. What fails is shown behind the answer so far. Until `work` ends
-// the waiting, the message says where the request is, by the id in the headers.
+// Runs `work` until it finishes or is stopped. An error is shown after the answer so far. Until `work` ends the
+// waiting, the message shows where the request is, found by the id in the headers.
 async function run(place, answer, began, work) {
   running = new AbortController();
   setRunning(true);
@@ -156,7 +156,7 @@ async function run(place, answer, began, work) {
   setRunning(false);
 }
 
-// A question with the probability of each of its answers.
+// Returns an element that shows a question with the probability of each of its answers.
 function decision({ instructions }, { name, probability, probabilities = [{ value: "yes", probability }] }) {
   const made = element("div", "decision");
   made.append(heading("probability"));
@@ -170,7 +170,7 @@ function decision({ instructions }, { name, probability, probabilities = [{ valu
   return made;
 }
 
-// One piece of an answer: text, or pieces of calls. Whether there was anything in it.
+// Adds one piece of an answer: text, or pieces of calls. Returns whether the piece contained anything.
 function take(answer, { content, tool_calls: pieces = [] }) {
   answer.content += content || "";
   for (const piece of pieces) {
@@ -226,7 +226,7 @@ function setRunning(isRunning) {
 
 // ---------------------------------------------------------------- the request as code
 
-// Returns whether there is a request to send.
+// Shows the request as code. Returns whether the request is valid.
 function showCode() {
   try {
     const { path, sent } = request($("prompt").value.trim() || (messages.length ? "" : "Hello"));

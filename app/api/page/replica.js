@@ -1,18 +1,18 @@
-// The panel of one replica: its state, its figures and its queue, beside its picture.
+// The panel of one replica: its state, its figures and its queue, next to its picture.
 
 import { layOut } from "/page/carousel.js";
 import { element, seconds, setText } from "/page/elements.js";
 import { heading, rove, showFigures } from "/page/figures.js";
 
 const STATES = {
-  serving: "", lost: "lost: its stream broke; its requests resume elsewhere", leaving: "leaving: it ends what it has", gone: "gone",
+  serving: "", lost: "lost: its connection broke; its requests resume elsewhere", leaving: "leaving: finishing its requests", gone: "gone",
 };
 
-const SLEEP = { asleep: "asleep", queued: "asleep: it waits for the memory of other models", waking: "waking" };
+const SLEEP = { asleep: "asleep", queued: "asleep: waiting for memory of other models", waking: "waking" };
 
 const LABELS = ["slots", "queue_strip", "kv_blocks", "step_time", "step_tokens"]; // from top to bottom
 
-// The picture is drawn on `canvas`. The words beside its strips are elements, and so they have explanations.
+// The picture is drawn on `canvas`. The words next to its strips are elements, so they can have explanations.
 export function newPanel(replica, canvas) {
   const root = element("section", "replica");
   root.setAttribute("aria-label", `replica ${replica.id}`);
@@ -45,7 +45,7 @@ export function updatePanel({ root, title, head, dispatch, labels, queue, canvas
   const label = `Slots of ${replica.id} over time: ${[...head.children].map((each) => each.textContent).join(", ")}`;
   if (canvas.ariaLabel !== label) canvas.ariaLabel = label;
   layOut(canvas, labels, replica);
-  showFigures(dispatch, [["last_request", facts.last_dispatch || "none by this process of the service yet"]]);
+  showFigures(dispatch, [["last_request", facts.last_dispatch || "none from this process of the service yet"]]);
   updateQueue(queue, seen, history, kind);
 }
 
@@ -56,7 +56,7 @@ function figuresOf(replica, seen, facts, history) {
     failed && ["backends_failed", failed, "bad"],
   ];
   if (!seen) return general.filter(Boolean);
-  const isEncoder = !seen.num_blocks; // it has no KV memory and draws no tokens
+  const isEncoder = !seen.num_blocks; // it has no KV memory and generates no tokens
   const bubbles = Math.round(bubblesOf(replica, history.at) * 100);
   return [
     ["running", `${seen.num_running} of ${seen.max_running}`], ["waiting", counted(seen.num_waiting)],
@@ -71,23 +71,23 @@ function figuresOf(replica, seen, facts, history) {
 
 const counted = (number) => number.toLocaleString("en");
 
-// Tokens each second of the last three.
+// Returns the tokens per second over the last three seconds.
 function rateOf(replica, isEncoder, now) {
   const recent = replica.samples.filter((each) => each.num_steps && each.at > now - 3000);
   const tokens = recent.reduce((sum, each) => sum + (isEncoder ? each.num_tokens : each.num_drawn_tokens), 0);
   return recent.length ? tokens / Math.max(1, (now - recent[0].at) / 1000 + 0.2) : 0;
 }
 
-// The limits that the tuner chose, and how the targets are held.
+// Returns the limits that the tuner chose, and the measured targets.
 function tuned({ tuning, max_step_tokens: tokens, prefill_chunk_tokens: chunk }) {
   const kind = tuning.is_missed ? "warn" : "";
   return [
-    ["tuning", tuning.reason + (tuning.is_missed ? ", a target is missed" : ""), kind], ["max_step_tokens", tokens],
+    ["tuning", tuning.reason + (tuning.is_missed ? ", missing a target" : ""), kind], ["max_step_tokens", tokens],
     ["prefill_chunk", chunk], ["ttft_p99", seconds(tuning.ttft_p99_ms), kind], ["itl_p99", seconds(tuning.itl_p99_ms), kind],
   ];
 }
 
-// The share of slots that no request used in steps of the last ten seconds, while the strategy let none join.
+// Returns the share of slots that no request used in steps of the last ten seconds while the strategy let none join.
 function bubblesOf(replica, now) {
   let all = 0;
   let used = 0;
@@ -102,8 +102,8 @@ function bubblesOf(replica, now) {
 // ---------------------------------------------------------------- the queue
 
 const REASONS = {
-  slots: "all slots are in use", blocks: "memory is short", budget: "the step's token budget is used up",
-  strategy: "the strategy lets none join now", result: "its last token is being drawn",
+  slots: "all slots are in use", blocks: "not enough memory", budget: "the step's token budget is used up",
+  strategy: "the strategy lets no request join yet", result: "its last token is being sampled",
 };
 
 const SHORT_REASONS = { slots: "a slot", blocks: "memory", budget: "budget", strategy: "strategy", result: "its token" };
@@ -122,7 +122,7 @@ function updateQueue({ root, number, first, columns, list }, seen, history, kind
   const waiting = seen?.waiting ?? [];
   root.hidden = !seen;
   setText(number, seen?.num_waiting ? `: ${counted(seen.num_waiting)} request${seen.num_waiting === 1 ? "" : "s"}` : ": empty");
-  setText(first, seen?.num_waiting ? `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}` : "");
+  setText(first, seen?.num_waiting ? `the first is waiting: ${REASONS[seen.wait_reason] || "for the next step"}` : "");
   columns.hidden = !waiting.length;
   const rows = waiting.map((each, index) => rowOf(each, index, seen, history.hue(kind, each)));
   if (seen && seen.num_waiting > waiting.length) rows.push(element("li", "", `and ${counted(seen.num_waiting - waiting.length)} more`));
@@ -133,11 +133,11 @@ function rowOf(entry, index, seen, hue) {
   const row = element("li");
   const dot = element("span", "dot");
   dot.style.background = `hsl(${hue} 55% 55%)`;
-  // None overtakes the one before it: only the first waits for anything else.
+  // No request overtakes the one before it, so only the first waits for anything else.
   const why = index ? `${index} before it` : SHORT_REASONS[seen.wait_reason] || "the next step";
   const expected = entry.expected_ms ? `≈ ${seconds(entry.expected_ms)}` : index ? "–" : "next";
   row.append(dot, element("span", "", entry.tenant || entry.request_id.slice(0, 12)), element("span", "", why), element("span", "", expected));
-  row.title = `${entry.request_id}: has waited ${seconds(entry.arrived_ms)}, ${entry.num_prompt_tokens} prompt tokens`
+  row.title = `${entry.request_id}: waiting for ${seconds(entry.arrived_ms)}, ${entry.num_prompt_tokens} prompt tokens`
     + (entry.num_preemptions ? `, preempted ${entry.num_preemptions} times` : "");
   return row;
 }

@@ -8,21 +8,21 @@ import { classOf } from "/page/history.js";
 const $ = (id) => document.getElementById(id);
 let shown = null; // the id of the request
 
-// None of it is built anew while it is shown but the rows: a button that is replaced loses its click and its focus.
+// Only the rows are rebuilt while the panel is shown, because a button that is replaced loses its click and its focus.
 export function showTimeline(history, id) {
   if (shown !== id) $("request-told").textContent = "";
   shown = id;
   const stays = id ? history.staysOf(id) : [];
   if (!stays.length) return;
   const last = stays[stays.length - 1];
-  // Items of batches run in the background; a batch is cancelled as a whole, in its own view.
+  // Batch items run in the background. A batch can be cancelled only as a whole, in its own view.
   $("request-cancel").hidden = last.left !== null || last.use.is_background;
   const tokens = stays.map((stay) => history.tokenTimes(stay));
   showRows(rowsOf(history, id, stays, tokens));
   drawTokens($("request-tokens"), history, stays, tokens);
 }
 
-// Rows of [figure, value, label]. They stay while only their values change, and so does the focus.
+// Shows rows of [figure, value, label]. Rows are reused while only their values change, so the focus stays.
 function showRows(rows) {
   const place = $("request-rows");
   const known = new Map([...place.children].map((each) => [each.dataset.of, each]));
@@ -41,7 +41,7 @@ function rowsOf(history, id, stays, tokens) {
   const rows = [
     ["request_id", id], ["tenant_class", `${use.tenant || "–"}, ${classOf(use)}`],
     ["prompt", `${use.num_prompt_tokens}, ${use.num_cached_tokens} of them cached${fetched(use)}`],
-    ["output", use.num_generated_tokens], ["memory", left === null ? use.num_blocks : "given back"],
+    ["output", use.num_generated_tokens], ["memory", left === null ? use.num_blocks : "released"],
     ["queue_time", seconds(stays[0].joined - stays[0].arrived)],
   ];
   stays.forEach((stay, index) => {
@@ -59,7 +59,7 @@ function rowsOf(history, id, stays, tokens) {
 }
 
 function fetched(use) {
-  return use.num_fetched_tokens ? `, ${use.num_fetched_tokens} of these read from the folder in ${seconds(use.fetch_ms)}` : "";
+  return use.num_fetched_tokens ? `, ${use.num_fetched_tokens} of these fetched from storage in ${seconds(use.fetch_ms)}` : "";
 }
 
 async function cancel() {
@@ -78,9 +78,9 @@ export function begin() {
 }
 
 const gapsOf = (times) => times.slice(1).map((at, each) => at - times[each]);
-const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");
+const ended = (stay) => (stay.left === null ? ", running" : stay.why ? `, ended: ${stay.why}` : "");
 
-// Its tokens over time, and below them the gap before each.
+// Draws the request's tokens over time, and below them the gap before each token.
 function drawTokens(canvas, history, stays, tokens) {
   const colours = palette();
   const ratio = window.devicePixelRatio || 1;

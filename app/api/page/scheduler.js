@@ -1,16 +1,17 @@
-// The switch of a model's strategy and policy: what is in force, and another on all replicas without a restart.
+// The switch for a model's strategy and policy. It shows which are in force, and switches all replicas without a
+// restart.
 
 import { call } from "/page/api.js";
 import { element } from "/page/elements.js";
 
-let choices = null; // {strategies, policies}, of the service
+let choices = null; // the service's {strategies, policies}
 
 async function load() {
   choices ??= await (await call("/admin/scheduler")).json();
   return choices;
 }
 
-// A form, with `show(view)` for what a replica has in force.
+// Returns a form, whose `show(view)` displays the strategy and policy in force on a replica.
 export function newSwitch(model) {
   const form = element("form", "switch");
   const [strategy, policy] = [choice(form, "strategy"), choice(form, "policy")];
@@ -24,14 +25,14 @@ export function newSwitch(model) {
     strategy.append(...strategies.map((name) => new Option(name)));
     policy.append(...policies.map((name) => new Option(name)));
     form.hidden = false;
-  }).catch(() => {}); // the live view says why it is refused
+  }).catch(() => {}); // the live view shows why the call was refused
   form.addEventListener("input", () => { isTouched = true; told.textContent = ""; });
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     button.disabled = true;
     try {
       const answer = await (await call("/admin/scheduler", { body: { model, strategy: strategy.value, policy: policy.value } })).json();
-      const missing = answer.missing ? `, ${answer.missing} have not answered` : "";
+      const missing = answer.missing ? `, ${answer.missing} did not answer` : "";
       told.textContent = `in force on ${answer.replicas.length} replica${answer.replicas.length === 1 ? "" : "s"}${missing}`;
     } catch (error) {
       told.textContent = error.message;

@@ -1,9 +1,9 @@
-// Tables whose columns are figures. On a narrow screen each row is a card, with the label of each value beside it.
+// Tables whose columns are figures. On a narrow screen, each row is a card that shows each value next to its label.
 
 import { element } from "/page/elements.js";
 import { column, FIGURES, rove } from "/page/figures.js";
 
-// The roles say again what the elements are: a browser takes the parts of a card for no rows and cells.
+// The roles repeat the meaning of the elements, because browsers do not treat the parts of a card as rows and cells.
 const of = (tag, role) => {
   const made = element(tag);
   made.setAttribute("role", role);
@@ -22,7 +22,7 @@ export function head(columns) {
   return row;
 }
 
-// `cells` are texts or elements, by their columns.
+// `cells` maps columns to texts or elements.
 export function row(cells) {
   const made = of("tr", "row");
   for (const [name, content] of Object.entries(cells)) {

@@ -1,4 +1,5 @@
-// Tables for admins, each fetched when it is opened: what keys have used in this month, how many replicas models want.
+// Tables for admins, each fetched when it is opened: the usage of keys this month, and the replicas wanted for each
+// model.
 
 import { call } from "/page/api.js";
 import { head, line, row } from "/page/table.js";

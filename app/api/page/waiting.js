@@ -1,16 +1,16 @@
-// Says where the request of a message is, as far as the page knows, until the request has its first token.
+// Shows where a message's request is, if the page knows, until the request has its first token.
 
 import { element, seconds, setText } from "/page/elements.js";
 import { history } from "/page/live.js";
 
 const EVERY_MS = 200;
-const FRESH_MS = 2000; // what the live view has shown before may be over
+const FRESH_MS = 2000; // an older state of the live view may be outdated
 
-// Shows the words in `place` until `end()`. The ids that engines give to the request contain `id`.
+// Shows the state in `place` until `end()`. The ids of the engine requests contain `id`.
 export function showWaiting(place, id, began) {
   const line = element("span", "pending");
   const [words, time] = [element("span"), element("span", "time")];
-  time.setAttribute("aria-hidden", "true"); // screen readers would read each second
+  time.setAttribute("aria-hidden", "true"); // screen readers would announce every second
   line.append(words, time);
   place.append(line);
   let usual = "waiting for the first token…";
@@ -21,7 +21,7 @@ export function showWaiting(place, id, began) {
   const timer = setInterval(show, EVERY_MS);
   show();
   return {
-    // An answer that begins before its first token has the place in the queue in its headers.
+    // If an answer starts before its first token, its headers contain the queue position.
     takeHeaders(headers) {
       const ahead = headers.get("x-carousel-queue-position");
       if (ahead) usual = `waiting for the first token: the queue${of(headers.get("x-carousel-replica"))} had ${requests(Number(ahead))} before this one…`;
@@ -36,7 +36,7 @@ export function showWaiting(place, id, began) {
 const requests = (number) => `${number.toLocaleString("en")} request${number === 1 ? "" : "s"}`;
 const of = (replica) => (replica ? ` of ${replica}` : "");
 
-// The live view's knowledge of the request; "" where there is none. Only administrators have a live view.
+// Returns what the live view shows about the request, or "" if nothing. Only administrators have a live view.
 function seen(id) {
   if (history.now() - history.at > FRESH_MS) return "";
   const { replica, stay, entry, ahead } = history.find(id) ?? {};
@@ -46,7 +46,7 @@ function seen(id) {
   }
   if (stay && stay.first === null) return `${replica.id} is reading the prompt, ${stay.use.num_prompt_tokens.toLocaleString("en")} tokens…`;
   if (stay) return `${replica.id} is writing…`;
-  // Of a long queue only the beginning is known.
+  // A view lists only the first requests of a long queue.
   const waiting = history.replicas().reduce((sum, each) => sum + (each.view?.num_waiting ?? 0), 0);
   return waiting ? `waiting for a slot: ${requests(waiting)} in the queues…` : "";
 }

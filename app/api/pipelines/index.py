@@ -1,4 +1,4 @@
-"""Finds documents of a file by the similarity of embeddings. The embeddings are computed once and stored on disk."""
+"""Finds documents of a file by the similarity of their embeddings, which are computed once and stored on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_INDEX_DOCUMENTS = 20_000
-# Vectors of the same text by the same weights have at least this cosine, even in different batches and in bfloat16.
+# Vectors of the same text from the same weights have at least this cosine, even in different batches and in bfloat16.
 _SAME = 0.9995
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -150,7 +150,7 @@ def read_index(path: str) -> list[IndexedDocument]:
     try:
         num_bytes = file.stat().st_size
         if num_bytes > MAX_INDEX_BYTES:
-            raise InvalidSetup(f"{path} has {num_bytes:,} bytes; at most {MAX_INDEX_BYTES:,} are read")
+            raise InvalidSetup(f"{path} has {num_bytes:,} bytes; at most {MAX_INDEX_BYTES:,} are accepted")
         documents = list(_documents(path, file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidSetup(f"{path} cannot be read: {error}") from error

@@ -126,14 +126,14 @@ async def fill_indexes(pipelines: Iterable[Pipeline]) -> None:
                 try:
                     await step.index.matrix()
                 except Exception as error:  # the next request tries again
-                    logger.error("the index of %s has no vectors: %s", step.name, traceback_of(error))
+                    logger.error("computing the index vectors of %s failed: %s", step.name, traceback_of(error))
 
 
 class _Builder:
     """Builds each pipeline once, after the pipelines that it names."""
 
     def __init__(self, configs: Sequence[PipelineConfig], models: Mapping[str, ServedModel]) -> None:
-        """`models` contains each model under all of its names. An adapter's files are found only for a request."""
+        """`models` contains each model under all of its names. An adapter's files are looked up only for a request."""
         self._configs = configs
         self._models = models
         self._built: dict[str, Pipeline] = {}
@@ -217,6 +217,6 @@ def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -
         wrong = {value for case in step.cases for value in case.values} - {*model.model_info.labels}
         return f"has no label {min(wrong)!r}: it has {', '.join(model.model_info.labels) or 'none'}" if wrong else ""
     if not model.gives_embeddings:
-        return "gives neither embeddings nor scores" if isinstance(step, RerankStepConfig) else "gives no embeddings"
+        return "computes no embeddings or scores" if isinstance(step, RerankStepConfig) else "computes no embeddings"
     keeps_vectors = isinstance(step, RouteStepConfig) or (isinstance(step, EmbedStepConfig) and step.index is not None)
     return "is an adapter, which may change after its vectors are stored" if model.parent and keeps_vectors else ""

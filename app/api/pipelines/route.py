@@ -23,7 +23,7 @@ class Chosen(NamedTuple):
     """The case that was chosen for a request."""
 
     case: int
-    report: StepReport  # says why the case was chosen
+    report: StepReport  # explains why the case was chosen
     prepared: PreparedRequest | None = None  # the request to the case's model, if the chooser has prepared it
 
 

@@ -59,7 +59,7 @@ class OtherPipeline(Protocol):
         """Run all steps before the first token of the answer, and return the pending answer."""
 
 
-Target = ServedModel | OtherPipeline  # a step lets a target answer
+Target = ServedModel | OtherPipeline  # the model or pipeline that a step lets answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class StepReport:
     """The times and the decision of one step."""
 
     step: Step
-    began_at: float  # by the monotonic clock
+    began_at: float  # on the monotonic clock
     ended_at: float | None = None
     decided: Json = field(default_factory=dict)
 
@@ -90,12 +90,13 @@ class StepReport:
 class ModelStepReport(StepReport):
     """The report of a step that runs a model, with the model and its tokens.
 
-    The answer's state refers to all reports for its usage, so a report that held the state would be a reference cycle.
+    The answer's state refers to all reports for its usage, so a report that held the state would create a reference
+    cycle.
     """
 
     prepared: PreparedRequest
     outputs: Sequence[ChoiceOutput]  # of all choices so far
-    times: PipelineStepTimes | None  # None if no traces are sent
+    times: PipelineStepTimes | None  # None if requests are not traced
 
     def end(self, **decided: object) -> None:
         if self.ended_at is None and self.times is not None:
@@ -119,14 +120,14 @@ class PipelineRun:
     context: RequestContext
     prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves the tokens it may need
     metrics: RequestMetrics
-    size: int  # size of the body, by `size_of`
+    size: int  # size of the body (see `size_of`)
     sources: Sequence[Json] | None = None  # sources of the documents in the body, if a step has chosen them
     is_judged: bool = False  # measure the confidence of the models that answer
     reports: list[StepReport] = field(default_factory=list)  # of the steps of all branches, in order of their start
     way: tuple[StepReport, ...] = ()  # of the steps that have led to this run
 
     def behind(self, report: StepReport) -> PipelineRun:
-        """Return this run after one more step, which has ended."""
+        """Return this run after one more step, which has finished."""
         return replace(self, way=(*self.way, report))
 
     def judged(self) -> PipelineRun:
@@ -141,7 +142,7 @@ class PipelineRun:
 
     @property
     def question(self) -> str:
-        """The last text of the user. Raises InvalidRequest if there is none."""
+        """The user's last text. Raises InvalidRequest if there is none."""
         assert isinstance(self.body, GenerationRequest), "pipelines are for endpoints that generate"
         return self.body.question
 
@@ -253,7 +254,7 @@ class PendingAnswer:
         return ReadAnswer(self, deltas)
 
     def behind(self, report: StepReport) -> PendingAnswer:
-        """Return this answer with the report of an earlier step put before the others."""
+        """Return this answer with the report of an earlier step before its other reports."""
         return replace(self, way=(report, *self.way))
 
     def headers(self) -> dict[str, str]:
@@ -343,7 +344,7 @@ def _with_less_time(prepared: PreparedRequest, elapsed_s: float) -> PreparedRequ
         return prepared
     if min(deadlines) <= elapsed_s:
         raise DeadlineMissed(
-            f"the deadline of {min(deadlines):g} s passed while the steps before {prepared.model.name} ran"
+            f"the deadline of {min(deadlines):g} s passed while the steps before {prepared.model.name} were running"
         )
     return replace(
         prepared,

@@ -54,7 +54,6 @@ class CascadeStep:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The models or pipelines that may answer."""
         return self.small, self.large
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
@@ -78,7 +77,7 @@ class EnsembleStep:
     kind: str = "ensemble"
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
-        """Run all targets and choose an answer. The first error of a target ends the other targets and is raised."""
+        """Run all targets and choose an answer. The first error cancels the other targets and is raised."""
         judged = run.judged()
         starts = [await judged.prepared(target, self) for target in self.targets]
         answers = await _all_read(starts)

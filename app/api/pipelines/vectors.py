@@ -42,7 +42,7 @@ async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> t
     state, report = run.begin(prepared, step)
     [scores] = await results_of(state, lambda index, numbers: numbers)
     if not np.isfinite(scores).all():
-        raise Failure(f"{model.name} gave scores that are not finite: {scores.tolist()}")
+        raise Failure(f"{model.name} returned scores that are not finite: {scores.tolist()}")
     return scores, report
 
 

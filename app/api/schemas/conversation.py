@@ -35,12 +35,12 @@ from app.text.tool_calls import INPUT_KEY
 
 UNSEEN_IMAGE = "[An image, which this model cannot see.]"  # replaces an image in the result of a call
 
-# The type of everything that is not a custom tool. The error for a wrong type then names both types.
+# The type of everything that is not a custom tool. Listing both types here lets the error for a wrong type name both.
 FunctionType = Annotated[Literal["function", "custom"], WithJsonSchema({"const": "function"})]
 
 
 def by_type(value: Any) -> str:
-    """Return the tag that selects the member of a union for a value."""
+    """Return the tag of the union member that a value belongs to."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"#{kind}" if kind in ("custom", "allowed_tools") else "#function"
 
@@ -121,7 +121,7 @@ class CustomFormat(Schema):
 
 
 class CustomDefinition(Schema):
-    """A tool whose input is a text. Models and templates see it as a strict function with one argument."""
+    """A tool whose input is a text. Models and templates receive it as a strict function with one argument."""
 
     name: FunctionName
     description: str | None = None
@@ -181,7 +181,7 @@ class CustomTool(Schema):
 
 
 class VendorTool(Schema):
-    """A tool that only its vendor can run, or that only the vendor's models can call. Models here do not see it."""
+    """A tool that only its vendor can run, or that only the vendor's models can call. Models here do not receive it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -235,7 +235,7 @@ class AllowedTools(Schema):
 
 
 class AllowedToolsChoice(Schema):
-    """`tool_choice` as an object: only these tools. The prompt still has all tools, so its prefix stays cached."""
+    """`tool_choice` as an object: only these tools may be called. The prompt lists all tools, to keep its prefix."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -274,7 +274,7 @@ class Message(Schema):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = Field(None, validate_default=True)
-    refusal: str | None = None  # the assistant's refusal in an earlier turn, in place of its content
+    refusal: str | None = None  # the assistant's refusal in an earlier turn, instead of its content
     reasoning_content: str | None = None  # the reasoning of an earlier turn, for templates that read it
     reasoning: str | None = None  # another name for `reasoning_content`
     name: str | None = None
@@ -300,9 +300,9 @@ class Message(Schema):
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as chat templates expect them: `content` is always present, other keys if they have a value.
+    """Return the messages as chat templates expect them: with `content`, and with other keys only if they have a value.
 
-    The result of a call has the function's name, because some templates need it.
+    The result of a call includes the function's name, because some templates need it.
     """
     names: dict[str, str] = {}
     written = []

@@ -39,7 +39,7 @@ TextOrParts = Annotated[
 
 
 class UserMessage(Schema):
-    """A message of the user."""
+    """A user message."""
 
     model_config = _REFUSING_OTHERS
 
@@ -53,7 +53,7 @@ def _input(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or len(value) > MAX_MESSAGES:
-        raise ValueError(f"should be a string or a list of at most {MAX_MESSAGES:,} messages of the user")
+        raise ValueError(f"should be a string or a list of at most {MAX_MESSAGES:,} user messages")
     messages = [UserMessage.checked(each, within=f"input[{number}]") for number, each in enumerate(value)]
     return "\n\n".join([message.content for message in messages])
 

@@ -1,7 +1,7 @@
-"""The types of request fields, their validators, and the errors of validation.
+"""The types of request fields, their validators, and validation errors.
 
-No validator here knows models or configured limits. If a validator accepts more values than its type, the parameter
-`json_schema_input_type` or `WithJsonSchema` describes these values in the OpenAPI document.
+No validator here depends on a model or a configured limit. If a validator accepts more values than its type, the
+parameter `json_schema_input_type` or `WithJsonSchema` describes these values in the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STRUCTURES, MAX_MARKER_LENGTH = 128, 1024
 MAX_TRIGGERS, MAX_TRIGGER_LENGTH = 16, 128
 MAX_ID_LENGTH = 256
-# No model can read as much as these limits allow. Without limits, validating one body could block all other requests.
+# These limits exceed the context of every model. Without them, validating one body could block all other requests.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 10_000
@@ -44,19 +44,19 @@ TOOL_CHOICES = ("none", "auto", "required")
 
 
 def as_int(value: Any) -> Any:
-    """Convert `1.0` to 1, also in lists: in JSON both are the same number, and some languages write only `1.0`."""
+    """Convert `1.0` to 1, even in lists: JSON does not distinguish them, and some languages write only `1.0`."""
     if type(value) is float and value.is_integer():
         return int(value)
     return [as_int(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
 def _unless_false(value: Any) -> Any:
-    """Convert `logprobs` of a completion: false, as in a chat, means "not given"."""
+    """Convert `logprobs` of a completion. As in a chat, false means "not given"."""
     return None if value is False else as_int(value)
 
 
 def _unless_unlimited(value: Any) -> Any:
-    """Convert `max_tokens` of a chat: -1 asks for all tokens that fit, which is the default."""
+    """Convert `max_tokens` of a chat. -1 requests all tokens that fit, which is the default."""
     return None if as_int(value) == -1 else value
 
 
@@ -78,27 +78,27 @@ def _texts(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """Convert the four forms of `prompt` to a list of strings or of lists of token ids."""
+    """Convert the four forms of `prompt` to a list of strings or lists of token ids."""
     if isinstance(value, str):
         return [value]
     value = as_int(value)
     if not isinstance(value, list) or not value:
-        raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
+        raise ValueError("should be a string, a list of strings, a list of token ids, or a list of lists of token ids")
     if all(type(item) is int for item in value):
         return [value]
     if len(value) > MAX_PROMPTS:
-        raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
+        raise ValueError(f"contains {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
     value = [as_int(item) if isinstance(item, list) else item for item in value]
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
-            raise ValueError("should hold only strings, or only token ids, or only lists of token ids")
+            raise ValueError("should contain only strings, or only token ids, or only lists of token ids")
     return value
 
 
 def check_number(texts: list[Any]) -> None:
     """Raise ValueError for more than `MAX_PROMPTS` texts."""
     if len(texts) > MAX_PROMPTS:
-        raise ValueError(f"holds {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
+        raise ValueError(f"contains {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
 
 
 def _one_or_many(value: Any) -> Any:
@@ -109,7 +109,7 @@ def _one_or_many(value: Any) -> Any:
         raise ValueError("should be a string or a list of strings")
     check_number(value)
     if not all(isinstance(text, str) for text in value):
-        raise ValueError("should hold only strings")
+        raise ValueError("should contain only strings")
     return value
 
 
@@ -120,29 +120,29 @@ def _document_texts(value: Any) -> Any:
     check_number(value)
     texts = [each.get("text") if isinstance(each, dict) else each for each in value]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError('should hold only strings or objects like {"text": "..."}')
+        raise ValueError('should contain only strings or objects like {"text": "..."}')
     return texts
 
 
-# The contents of parts without text, by a word in the names of their types, such as `image_url` and `input_image`.
+# The contents of parts without text, by a word in the type of the part, such as `image_url` and `input_image`.
 _NO_TEXT = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}
 
 
 def refuse_media(kind: str, number: int) -> None:
-    """Raise ValueError if a type of part holds an image, audio, a video or a file, because no model here reads them.
+    """Raise ValueError if parts of type `kind` contain images, audio, videos or files, which no model here can read.
 
     `number` is the index of the part in its list.
     """
     for word in kind[:60].split("_"):
         if word in _NO_TEXT:
             raise ValueError(
-                f"has {_NO_TEXT[word]} at {number}, in a part of type {kind[:60]!r}; this service computes text only: "
+                f"has {_NO_TEXT[word]} at {number}, in a part of type {kind[:60]!r}; this service supports only text; "
                 "leave the part out, or send its text"
             )
 
 
 def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
-    """Return a validator that joins text parts by newlines. `fields` maps types of parts to their text fields."""
+    """Return a validator that joins text parts by newlines. `fields` maps each part type to its text field."""
 
     def text_of(number: int, part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -150,7 +150,7 @@ def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
         if not isinstance(text, str):
             refuse_media(str(kind), number)
             example = f'{{"type": "{next(iter(fields))}", "text": "..."}}'
-            raise ValueError(f"should hold only parts like {example}; other types of parts are not supported")
+            raise ValueError(f"should contain only parts like {example}; other types of parts are not supported")
         return text
 
     def join(value: Any) -> Any:
@@ -180,7 +180,7 @@ def _bias(value: Any) -> Any:
 
 
 def _tool_choice(value: Any) -> Any:
-    """Check a value before its union does, because the error of the union would name all members."""
+    """Check a value before its union does, because the union's error would list all members."""
     if isinstance(value, str) and value not in TOOL_CHOICES:
         raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function; got {value[:40]!r}")
     if not isinstance(value, str | dict):
@@ -198,13 +198,13 @@ class _FirstError(FailFast):
         return hash(self.fail_fast)
 
 
-# A list whose validation ends at the first mistake. Building an error for each of a million items would take seconds.
+# A list whose validation stops at the first mistake. Building an error for each of a million items would take seconds.
 ListOf = Annotated[list[T], _FirstError()]
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 AsInt = BeforeValidator(as_int)
-OrOff = AfterValidator(lambda value: max(0, value))  # -1 and 0 both switch a filter off
+OrOff = AfterValidator(lambda value: max(0, value))  # -1 and 0 both turn a filter off
 Natural = Annotated[int, Field(ge=0), AsInt]
 NumSamples = Annotated[int, Field(ge=1), AsInt]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
@@ -236,7 +236,7 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValida
 
 
 class TextObject(BaseModel):
-    """A document as an object, the form of Cohere's v1 API and of Jina."""
+    """A document as an object, as in the APIs of Cohere (v1) and Jina."""
 
     text: str
 
@@ -339,7 +339,7 @@ def _first_mistake(error: ValidationError) -> tuple[ErrorDetails, str]:
 
 
 def _is_kind(part: int | str) -> bool:
-    """Return whether a part of a Pydantic location is a member type of a union, and not a field or index."""
+    """Return whether a part of a Pydantic location is a member type of a union rather than a field or an index."""
     return isinstance(part, str) and _KIND.fullmatch(part) is not None
 
 

@@ -30,7 +30,7 @@ from app.api.schemas.requests import ChatRequest, GenerationRequest, without_use
 from app.engine.request import MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
 
-_ROLES: Mapping[str, tuple[str, ...]] = {  # by the type of block: the roles of messages that may have the block
+_ROLES: Mapping[str, tuple[str, ...]] = {  # maps each block type to the roles of messages that may contain it
     "text": ("user", "assistant", "system"),
     "document": ("user",),
     "search_result": ("user",),
@@ -38,7 +38,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {  # by the type of block: the roles of 
     "tool_result": ("user",),
     "thinking": ("assistant",),
     "redacted_thinking": ("assistant",),
-    # Tools that Anthropic runs, in the history of a conversation that started there.
+    # Tools that Anthropic runs, in conversations that started at Anthropic.
     "server_tool_use": ("assistant",),
     "web_search_tool_result": ("assistant",),
     "web_fetch_tool_result": ("assistant",),
@@ -49,7 +49,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {  # by the type of block: the roles of 
     "mcp_tool_use": ("assistant",),
     "mcp_tool_result": ("assistant",),
 }
-_OF_RESULTS = ("text", "document", "search_result", "tool_reference", "image")  # types of blocks in results of calls
+_OF_RESULTS = ("text", "document", "search_result", "tool_reference", "image")  # block types in the results of calls
 _OF_VENDOR = tuple(kind for kind in _ROLES if kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result"))
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -62,7 +62,7 @@ class CacheControl(Schema):
 
 
 class ContentBlock(Schema):
-    """Base of the blocks of a message."""
+    """Base of all message blocks."""
 
     cache_control: CacheControl | None = None
 
@@ -77,10 +77,10 @@ def _tag(block: Any) -> str:
 
 
 def _has_text(value: Any) -> Any:
-    """Check a value before its union does, because the error of the union would not say that files are unsupported."""
+    """Check a value before its union does, because the union's error would not explain that files are unsupported."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("text", "content"):
-        raise ValueError('should have the type "text" or "content"; this server reads no PDF files, images or URLs')
+        raise ValueError('should have the type "text" or "content"; this server cannot read PDF files, images or URLs')
     return value
 
 
@@ -103,7 +103,7 @@ class ContentSource(Schema):
 
 
 class DocumentBlock(ContentBlock):
-    """A document with a text. The model reads its title, its context and its text, each on separate lines."""
+    """A text document. The model reads its title, its context and its text, each on separate lines."""
 
     type: Literal["document"]
     source: Annotated[
@@ -120,7 +120,7 @@ class DocumentBlock(ContentBlock):
 
 
 class SearchResultBlock(ContentBlock):
-    """A result of a search. The model reads its title, its source and its text, each on separate lines."""
+    """A search result. The model reads its title, its source and its text, each on separate lines."""
 
     type: Literal["search_result"]
     source: str
@@ -144,7 +144,7 @@ class ToolReferenceBlock(ContentBlock):
 
 
 class ImageBlock(ContentBlock):
-    """An image in the result of a call. Models here cannot see it, and read a note about that instead."""
+    """An image in the result of a call. The model reads a note instead, because no model here can see images."""
 
     type: Literal["image"]
     text: ClassVar[str] = UNSEEN_IMAGE
@@ -315,7 +315,7 @@ class AnthropicToolChoice(Schema):
     @model_validator(mode="after")
     def _tool_has_a_name(self) -> AnthropicToolChoice:
         if self.type == "tool" and self.name is None:
-            raise InvalidRequest("tool_choice of type tool needs a name; send it too", param="tool_choice.name")
+            raise InvalidRequest("tool_choice of type tool requires a name; send it too", param="tool_choice.name")
         return self
 
     def for_chat(self) -> Any:
@@ -337,7 +337,7 @@ class AnthropicFormat(Schema):
 
 class OutputConfig(Schema):
     format: AnthropicFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # the effort of reasoning
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # reasoning effort
 
     def for_chat(self) -> dict[str, Any] | None:
         if self.format is None:
@@ -397,12 +397,12 @@ class AnthropicPrompt(Schema):
 
     @property
     def is_continued(self) -> bool:
-        """Whether the last message is from the assistant, so that the answer continues this message."""
+        """Whether the last message is from the assistant, in which case the answer continues it."""
         return self.messages[-1].role == "assistant"
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
-        # Join consecutive messages of one role, as Anthropic does, because many templates refuse such messages.
+        # Join consecutive messages of one role, as Anthropic does, because many templates refuse them.
         for role, turn in groupby(self.messages, key=lambda message: message.role):
             blocks = [block for message in turn for block in message.content]
             if role == "system":
@@ -458,7 +458,7 @@ class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
 
     @property
     def _chat_effort(self) -> ReasoningEffort | None:
-        """The effort of reasoning under its name in chats, or None if the body does not ask for reasoning."""
+        """The reasoning effort as a chat names it, or None if the body does not ask for reasoning."""
         effort = self.output_config.effort
         if self.thinking is None or self.thinking.type == "disabled":
             return None
@@ -477,7 +477,7 @@ class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
             yield self.effort_param
 
     def as_chat(self) -> ChatRequest:
-        """Return the chat with the same answer. Raises InvalidRequest if fields or messages disagree."""
+        """Return the equivalent chat. Raises InvalidRequest if its fields or messages are inconsistent."""
         own = {
             **self.chat_fields(),
             "stop": self.stop_sequences,
@@ -499,4 +499,4 @@ class MessagesRequest(CountTokensRequest):
 
 
 class _MessagesChat(_MessageFields, ChatRequest):
-    """A chat with the field names of /v1/messages in its errors."""
+    """A chat whose errors use the field names of /v1/messages."""

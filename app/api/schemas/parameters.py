@@ -1,4 +1,4 @@
-"""Fields that are not in the schemas (unsupported, without effect, or unknown), and the report of ignored fields."""
+"""Fields that are not in the schemas (unsupported, without effect, or unknown), and the list of ignored fields."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
-    """A field for a feature that this version does not have, or that has another name here."""
+    """A field for a feature that this version does not support, or that has another name here."""
 
-    harmless: tuple[Any, ...] = ()  # values, beside `null`, that do not ask for the feature
+    harmless: tuple[Any, ...] = ()  # values besides `null` that do not request the feature
     instead: str = "leave it out"
 
 
@@ -53,7 +53,7 @@ _TEMPLATE = "chat_template_kwargs, which the chat template reads"
 _OUTPUT_SCHEMA = 'structured_outputs: {"json": ...}'
 
 # Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, OpenRouter and other servers that change the output. Without an error,
-# clients would assume that the output follows these fields. A schema that defines such a field accepts the field.
+# clients would assume that these fields take effect. A schema may still define, and thus accept, one of these fields.
 _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     # the form of the output
     "guided_json": _send(_OUTPUT_SCHEMA),
@@ -74,7 +74,7 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "min_new_tokens": _send("min_tokens", 0),
     "repetition_detection": _off({}),
     "t_max_predict_ms": _off(0, -1),
-    # how tokens are drawn
+    # how tokens are sampled
     "logits_processors": _off([]),
     "custom_logit_processor": _off("", []),
     "custom_params": _off({}),
@@ -226,7 +226,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 MAX_REMEMBERED_NAMES = 1000
-MAX_NAME_LENGTH = 100  # longer names are cut, because a thousand names of the size of bodies would take gigabytes
+MAX_NAME_LENGTH = 100  # longer names are truncated, because a thousand names as long as a body would take gigabytes
 STRICT_HEADER = "x-strict"
 IGNORED_HEADER = "x-carousel-ignored"
 _CONVERSATIONS = frozenset({"messages", "input", "prompt"})
@@ -244,13 +244,13 @@ def unavailable(schema: type[ModelRequest]) -> Mapping[str, RefusedField]:
 
 
 def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
-    """Raise InvalidRequest with the paths of all unknown fields, including fields inside other fields."""
+    """Raise InvalidRequest with the paths of all unknown fields, including nested fields."""
     known = unavailable(schema).keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
     refuse_names([path for path in _unknown(body, schema) if path not in known])
 
 
 def refuse_names(unknown: Sequence[str]) -> None:
-    """Raise InvalidRequest with these paths of unknown fields, unless there are none."""
+    """Raise InvalidRequest that lists these unknown fields, if there are any."""
     max_named = 20
     if unknown:
         shown = ", ".join(path[:100] for path in unknown[:max_named])
@@ -261,14 +261,14 @@ def refuse_names(unknown: Sequence[str]) -> None:
 
 
 def refuse_passed_over(names: Sequence[str]) -> None:
-    """Raise InvalidRequest with the first of these names of fields without effect, unless there are none."""
+    """Raise InvalidRequest for the first of these fields without effect, if there are any."""
     if names:
         name = names[0][:MAX_NAME_LENGTH]
         raise InvalidRequest(f"{name} has no effect here; leave it out, or do not send {STRICT_HEADER}", param=name)
 
 
 def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of fields in `value` that the schemas in the type `kind` do not have."""
+    """Yield the paths of fields in `value` that the schemas in the type `kind` do not define."""
     if isinstance(value, list):
         for inner in filter(_has_schema, get_args(kind)):
             for index, item in enumerate(value):
@@ -331,8 +331,8 @@ def _known(schema: type[Schema]) -> frozenset[str]:
 def ignored_fields(body: Mapping[str, Any], parsed: Schema) -> tuple[str, ...]:
     """Return the names of all fields and values in a body that have no effect on any model here, without duplicates.
 
-    The names include unknown fields inside other fields, and values that `parsed` ignores. Long names are cut for a
-    header. Conversations are not searched, because searching a long one would take as long as the answer.
+    The names include nested unknown fields, and values that `parsed` ignores. Long names are truncated for the header.
+    Conversations are not searched, because searching a long one would take as long as the answer.
     """
     schema, max_length = type(parsed), 64
     known = _known(schema)
@@ -348,7 +348,7 @@ def ignored_fields(body: Mapping[str, Any], parsed: Schema) -> tuple[str, ...]:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Return the header with the names of ignored fields and the paths of ignored keywords; {} if there are none."""
+    """Return the header with the names of ignored fields and the paths of ignored keywords, or {} if there are none."""
     max_named = 20
     shown = [_NOT_OF_NAMES.sub("?", name[:MAX_NAME_LENGTH]) for name in names[:max_named]]
     return {IGNORED_HEADER: ", ".join(shown + ["..."] * (len(names) > max_named))} if shown else {}
@@ -357,7 +357,7 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 def parse(
     body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
 ) -> RequestT:
-    """Return the typed request. Raises InvalidRequest with the first field that is wrong.
+    """Return the typed request. Raises InvalidRequest for the first invalid field.
 
     If `is_strict` is true, fields that are unknown or have no effect also raise InvalidRequest.
     """
@@ -379,7 +379,7 @@ def parse(
 
 
 def _refuse_unavailable(name: str, value: Any, field: RefusedField) -> None:
-    """Raise InvalidRequest if the value of a field asks for a feature that this version does not have."""
+    """Raise InvalidRequest if the value of a field requests a feature that this version does not support."""
     value = as_int(value)
     if not any(type(value) is type(other) and value == other for other in field.harmless):
         raise InvalidRequest(f"{name} is not supported by this version; {field.instead}", param=name)

@@ -13,14 +13,14 @@ from app.errors import InvalidRequest
 
 def _not_empty(value: Any) -> Any:
     if value == []:
-        raise ValueError("should hold at least one text")
+        raise ValueError("should contain at least one text")
     return value
 
 
 class RankingRequest(ReadoutRequest):
     """The fields that /v1/rerank and /v1/score share."""
 
-    max_tokens_per_doc: TokenBudget | None = None  # documents are cut to this length and to the model's context
+    max_tokens_per_doc: TokenBudget | None = None  # documents are truncated to this length and to the model's context
     raw_scores: bool = False  # TEI's name for `use_activation: false`
 
     @property
@@ -89,7 +89,7 @@ class ScoreRequest(RankingRequest):
             if not given:
                 raise InvalidRequest(f"{names[0]} is required", param=names[0])
             if len(given) > 1:
-                raise InvalidRequest(f"{' and '.join(given)} are names of the same texts; send one", param=given[1])
+                raise InvalidRequest(f"{' and '.join(given)} name the same texts; send only one", param=given[1])
         return self
 
     @property

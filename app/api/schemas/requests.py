@@ -101,7 +101,7 @@ def _describe_false(described: dict[str, Any]) -> None:
 
 
 class OutputFormatBase(Schema):
-    """Base of the objects that define the form of the output. Unknown fields in such an object are refused."""
+    """Base of the objects that define the form of the output, which refuse unknown fields."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_describe_false)
 
@@ -166,21 +166,21 @@ class QueuedRequest(ModelRequest):
 
     @property
     def asked_tokens(self) -> int | None:
-        """The output length in the body, if any."""
+        """The output length that the body requests, if any."""
         return None
 
 
 class GenerationRequest(QueuedRequest):
     """The fields of all endpoints that generate text."""
 
-    # The names of fields in errors.
+    # The names of fields in error messages.
     prompt_param: ClassVar[str] = "prompt"
     format_param: ClassVar[str] = "response_format"
     stop_param: ClassVar[str] = "stop"
     budget_param: ClassVar[str] = "thinking_token_budget"
     effort_param: ClassVar[str] = "reasoning_effort"
 
-    # A field that has the name of a field of `SamplingParams` sets it (`shared_fields`).
+    # A field with the name of a `SamplingParams` field sets that field (see `shared_fields`).
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)  # 0 allows only the likeliest token
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt, OrOff] = 0
@@ -203,7 +203,7 @@ class GenerationRequest(QueuedRequest):
     ] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), AsInt] | None = None
     n: NumSamples = 1
-    best_of: Natural | None = None  # the number of samples, or 0 for `n`; the response has the `n` likeliest
+    best_of: Natural | None = None  # the number of samples, or 0 for `n`; the response contains the `n` likeliest
     max_tokens: NumTokens | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt] = 0
     stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
@@ -238,10 +238,10 @@ class GenerationRequest(QueuedRequest):
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream: true; send both or neither", param="stream_options")
+            raise InvalidRequest("stream_options requires stream: true; send both or neither", param="stream_options")
         num_samples = self.num_samples
         if num_samples < self.n:
-            raise InvalidRequest(f"best_of is {self.best_of}, which is less than n: {self.n}", param="best_of")
+            raise InvalidRequest(f"best_of is {self.best_of}, less than n ({self.n}); raise it", param="best_of")
         if num_samples > self.n and self.stream:
             raise InvalidRequest(
                 f"best_of is {self.best_of} and n is {self.n}: the best choices are only known at the end, so they "
@@ -250,18 +250,18 @@ class GenerationRequest(QueuedRequest):
             )
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
-                "prompt_logprobs cannot be streamed; leave out stream, or use echo with logprobs of /v1/completions",
+                "prompt_logprobs cannot be streamed; leave out stream, or use echo and logprobs of /v1/completions",
                 param="prompt_logprobs",
             )
         return self
 
     @property
     def question(self) -> str:
-        """The last text of the user, used to rank documents. Raises InvalidRequest if there is none."""
+        """The user's last text, used to rank documents. Raises InvalidRequest if there is none."""
         raise NotImplementedError
 
     def chat(self, kind: type[ChatT], own: Mapping[str, Any], *, within: str | None = None) -> ChatT:
-        """Return a chat with the already checked fields that all endpoints share, and the fields `own`, checked here.
+        """Return a chat with the shared fields, which were already checked, and with `own`, which is checked here.
 
         Raises InvalidRequest. `within` is the enclosing field in the error.
         """
@@ -285,8 +285,8 @@ class GenerationRequest(QueuedRequest):
 
 
 def without_user(param: str) -> InvalidRequest:
-    """Return the error for documents in a conversation without a message of the user."""
-    return InvalidRequest(f"documents need a message of the user, and {param} has none; add one", param="documents")
+    """Return the error for documents in a conversation without a user message."""
+    return InvalidRequest(f"documents require a user message, but {param} has none; add one", param="documents")
 
 
 def documents_text(documents: Sequence[str]) -> str:
@@ -296,7 +296,7 @@ def documents_text(documents: Sequence[str]) -> str:
 
 
 class PredictedOutput(Schema):
-    """OpenAI's predicted output: a text that is probably similar to the output, such as a file to change slightly."""
+    """OpenAI's predicted output: a text that is probably similar to the output, such as a file to edit."""
 
     type: Literal["content"]
     content: JoinedText
@@ -322,20 +322,20 @@ class ChatRequest(Conversation, GenerationRequest):
     def _chat_fields_agree(self) -> ChatRequest:
         choice = self.tool_choice
         if not self.tools and choice not in ("none", "auto"):
-            raise InvalidRequest("tool_choice needs tools; send them too", param="tool_choice")
+            raise InvalidRequest("tool_choice requires tools; send them too", param="tool_choice")
         kinds = {tool.definition.name: tool.type for tool in self.tools}
         if any(kinds[tool.definition.name] != tool.type for tool in self.tools):
-            raise InvalidRequest("tools has a function and a custom tool of the same name; rename one", param="tools")
+            raise InvalidRequest("tools has a function and a custom tool with the same name; rename one", param="tools")
         for named in () if isinstance(choice, str) else choice.named:
             names = [tool.definition.name for tool in self.tools if tool.type == named.type]
             if named.name not in names:
                 raise InvalidRequest(
-                    f"tool_choice names the {named.type} {named.name!r}, which tools does not have; tools of that "
+                    f"tool_choice names the {named.type} {named.name!r}, which is not in tools; tools of that "
                     f"type: {', '.join(names)[:200] or 'none'}",
                     param="tool_choice",
                 )
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true; send both or neither", param="top_logprobs")
+            raise InvalidRequest("top_logprobs requires logprobs: true; send both or neither", param="top_logprobs")
         if (
             self.continue_final_message
             and self.add_generation_prompt
@@ -353,14 +353,14 @@ class ChatRequest(Conversation, GenerationRequest):
         return self.messages[self._asked_at()].content or ""
 
     def with_documents_written(self) -> ChatRequest:
-        """Return this chat with its documents in the last message of the user, before the text of the message."""
+        """Return this chat with its documents written into the last user message, before the message's text."""
         at, messages = self._asked_at(), list(self.messages)
         content = documents_text(self.documents) + (messages[at].content or "")
         messages[at] = messages[at].model_copy(update={"content": content})
         return self.model_copy(update={"messages": messages, "documents": []})
 
     def _asked_at(self) -> int:
-        """Return the index of the last message of the user. Raises InvalidRequest."""
+        """Return the index of the last user message. Raises InvalidRequest."""
         for at in reversed(range(len(self.messages))):
             if self.messages[at].role == "user":
                 return at
@@ -408,7 +408,7 @@ class CompletionRequest(GenerationRequest):
     def _completion_fields_agree(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest(
-                "max_tokens is 0, which generates nothing; it must be at least 1, or come with echo or prompt_logprobs",
+                "max_tokens is 0, which generates nothing; send at least 1, or send echo or prompt_logprobs",
                 param="max_tokens",
             )
         return self
@@ -418,12 +418,12 @@ class CompletionRequest(GenerationRequest):
         [prompt, *others] = self.prompt
         if others or not isinstance(prompt, str):
             raise InvalidRequest(
-                "documents need one prompt that is a text; send one text, not token ids", param="prompt"
+                "documents require a single prompt that is a text, not token ids; send one text", param="prompt"
             )
         return prompt
 
     def with_documents_written(self) -> CompletionRequest:
-        """Return this request with its documents in the prompt, before the text."""
+        """Return this request with its documents written into the prompt, before the text."""
         prompt = documents_text(self.documents) + self.question
         return self.model_copy(update={"prompt": [prompt], "documents": []})
 
@@ -435,7 +435,7 @@ class CompletionRequest(GenerationRequest):
 class ReadoutRequest(QueuedRequest):
     """The fields of the endpoints that compute vectors or scores of texts."""
 
-    # The number of tokens to keep of a text, including tokens that the tokenizer adds, or -1 for the model's context.
+    # The number of tokens to keep per text, including tokens that the tokenizer adds, or -1 for the model's context.
     truncate_prompt_tokens: KeptTokens = None
     use_activation: bool = True  # false returns the values before the activation function, as in vLLM
     activation: bool = True  # an older name for `use_activation`

@@ -58,7 +58,7 @@ Content = Annotated[
 
 
 def _without_images(value: Any) -> Any:
-    """Replace each image in the result of a call by a text, because no model here can see images."""
+    """Replace each image in the result of a call with a text, because no model here can see images."""
     if not isinstance(value, list):
         return value
     unseen = {"type": "input_text", "text": UNSEEN_IMAGE}
@@ -75,7 +75,7 @@ class InputMessage(Schema):
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the name under which a model calls a tool of a namespace."""
+    """Return the name that a model uses to call a tool of a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -146,7 +146,7 @@ _ITEM_TYPES = (
 
 
 def _items(value: Any) -> Any:
-    """Check `input`, and convert a string to a message of the user."""
+    """Check `input`, and convert a string to a user message."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
@@ -154,7 +154,7 @@ def _items(value: Any) -> Any:
     for number, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "item_reference":
-            raise ValueError(f"has a reference at {number}; this server does not store items: send the item itself")
+            raise ValueError(f"has a reference at {number}; this server does not store items; send the item itself")
         if kind not in _ITEM_TYPES and kind not in _OF_VENDOR:
             raise ValueError(f"has an item at {number} whose type is none of {', '.join(_ITEM_TYPES)}")
     return value
@@ -215,7 +215,7 @@ class ResponsesTool(FunctionDefinition, _Typed):
         return {"type": kind, kind: tool}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tool in the form that a response repeats."""
+        """Return the tool as responses repeat it."""
         shown = {"type": self.type, "name": self.name, "description": self.description}
         if self.type == "custom":
             form = {"type": "text"} if self.format is None else self.format.model_dump(exclude_none=True)
@@ -224,7 +224,7 @@ class ResponsesTool(FunctionDefinition, _Typed):
 
 
 class NamespaceTool(Schema):
-    """Several tools under one name. The model sees each tool with this name as a prefix of the tool's own name."""
+    """Several tools under one name. For the model, the name of each tool starts with this name."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -240,7 +240,7 @@ class NamespaceTool(Schema):
             described = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the namespace in the form that a response repeats."""
+        """Return the namespace as responses repeat it."""
         tools = [tool.as_json() for tool in self.tools]
         return {"type": self.type, "name": self.name, "description": self.description or "", "tools": tools}
 
@@ -273,7 +273,7 @@ class NamedResponsesTool(_Typed):
 
 
 class AllowedResponsesTools(Schema):
-    """`tool_choice` as an object: only these tools."""
+    """`tool_choice` as an object: only these tools may be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -301,7 +301,7 @@ class TextFormat(OutputSchema):
         return {"type": schema.pop("type"), "json_schema": schema}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the format in the form that a response repeats."""
+        """Return the format as responses repeat it."""
         return self.uncopied() if self.type == "json_schema" else {"type": self.type}
 
 
@@ -311,7 +311,7 @@ class TextOptions(Schema):
 
 
 class ReasoningOptions(Schema):
-    """The effort of reasoning. The response has the full reasoning, never a summary, which `auto` permits."""
+    """The effort of reasoning. The response contains the full reasoning rather than a summary, as `auto` permits."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
@@ -355,18 +355,18 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     metadata: Metadata = Field(default_factory=dict)  # returned unchanged
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     previous_response_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
-    background: bool = False  # return at once, and generate the stored response afterwards
+    background: bool = False  # return immediately, and generate the stored response afterwards
 
     @model_validator(mode="after")
     def _logprobs_are_included(self) -> ResponsesRequest:
         if self.top_logprobs and not self.wants_logprobs:
-            raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"]; send both', param="top_logprobs")
+            raise InvalidRequest(f'top_logprobs requires include: ["{LOGPROBS}"]; send both', param="top_logprobs")
         return self
 
     @model_validator(mode="after")
     def _background_is_stored(self) -> ResponsesRequest:
         if self.background and not self.store:
-            raise InvalidRequest("background needs store: true; send both", param="background")
+            raise InvalidRequest("background requires store: true; send both", param="background")
         return self
 
     @model_validator(mode="after")
@@ -381,8 +381,8 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         for name in in_namespaces:
             if names.count(name) > 1 or len(name) > MAX_NAME_LENGTH:
                 raise InvalidRequest(
-                    f"a tool in a namespace has the full name {name[:200]!r}, which another tool has or "
-                    f"which exceeds {MAX_NAME_LENGTH} characters; rename it",
+                    f"the full name {name[:200]!r} of a tool in a namespace is in use or exceeds {MAX_NAME_LENGTH} "
+                    f"characters; rename the tool",
                     param="tools",
                 )
         return self
@@ -410,13 +410,13 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
 
     @property
     def storing_param(self) -> str | None:
-        """The name of the first given field that needs stored responses, or None."""
+        """The name of the first given field that requires stored responses, or None."""
         names = ("store", "previous_response_id", "background")
         return next((name for name in names if getattr(self, name)), None)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response has log-probabilities for the tokens of its text."""
+        """Whether the response includes log-probabilities of its text's tokens."""
         return LOGPROBS in self.include
 
     @property
@@ -431,7 +431,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         raise without_user("input")
 
     def as_chat(self) -> ChatRequest:
-        """Return the chat with the same response. Raises InvalidRequest if fields or items disagree."""
+        """Return the equivalent chat. Raises InvalidRequest if its fields or items are inconsistent."""
         choice = self.tool_choice
         own = {
             "messages": self._messages(),
@@ -465,4 +465,4 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
 
 
 class _ResponsesChat(_FieldNames, ChatRequest):
-    """A chat with the field names of /v1/responses in its errors."""
+    """A chat whose errors use the field names of /v1/responses."""

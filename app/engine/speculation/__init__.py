@@ -1,1 +1,1 @@
-"""Speculative decoding: proposes drafts of the next tokens. The draws of the model confirm or reject the drafts."""
+"""Speculative decoding: proposes drafts of the next tokens, which the model's draws then accept or reject."""

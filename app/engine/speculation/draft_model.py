@@ -1,9 +1,9 @@
-"""Drafts with a smaller model, which computes the same sequences in its own KV memory under the same block ids.
+"""Drafts with a smaller model, which computes the same sequences in its own KV memory, with the same block ids.
 
-Speculative decoding with a draft model follows Leviathan et al., 2023, and Chen et al., 2023. Here the draft model
-draws with the seed, position, filters, penalties and matcher of the request. The noise of a draw depends only on seed
-and position, so the draft model's draws equal the model's draws more often than independent draws would (Gumbel
-coupling: Daliri, Musco and Suresh, 2024). No torch here.
+Speculative decoding with a draft model follows Leviathan et al., 2023, and Chen et al., 2023. Here, the draft model
+draws with the request's seed, position, filters, penalties and matcher. Because the noise of a draw depends only on the
+seed and the position, the draws of both models are equal more often than independent draws would be (Gumbel coupling:
+Daliri, Musco and Suresh, 2024). Does not use torch.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from app.errors import described
 
 logger = logging.getLogger(__name__)
 
-# Maximum tokens in one step for sequences that the draft model has not followed. Those that lack fewest go first.
+# Maximum tokens per step for sequences that the draft model has not followed. The fewest missing tokens come first.
 MAX_CATCH_UP_TOKENS = 256
-_NUM_BEHIND = 2  # maximum tokens that the draft model lacks of a sequence that it followed in the previous step
+_NUM_BEHIND = 2  # maximum number of missing tokens in a sequence that the draft model followed in the previous step
 _NEWEST_SHARE = 1 / 32  # weight of a new draft in the acceptance average
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """The next tokens of one sequence that the draft model computes."""
+    """A sequence for which the draft model computes drafts or missing tokens."""
 
     place: int  # index of the sequence in the step
     sequence: EngineSequence
-    item: ScheduledSequence
-    number: int  # number of drafts; 0: the draft model only catches up
+    item: ScheduledSequence  # the tokens to compute next
+    number: int  # number of drafts; 0 if the draft model only catches up
     drafts: list[int] = field(default_factory=list)
 
     def go_on(self, draft: int, eos_token_ids: frozenset[int]) -> None:
-        """Append a drawn draft, and move the item behind this draft if more drafts follow."""
+        """Append a drawn draft. If more drafts are needed, advance the item to the token after it."""
         self.drafts.append(draft)
         if len(self.drafts) < self.number:
             generated = [*self.sequence.generated_token_ids, *self.drafts]
@@ -52,12 +52,12 @@ class _Drafting:
 
 
 class ModelDrafter(Drafter):
-    """Drafts up to `max_drafts` tokens for each sequence. Acceptance and step times decide how many are worthwhile."""
+    """Drafts as many tokens per sequence as recent acceptance and step times justify, up to `max_drafts`."""
 
     def __init__(self, runner: ModelRunner, *, max_model_len: int, model_info: ModelInfo, max_drafts: int = 8) -> None:
         """runner: runs the draft model. It must have as many KV blocks as the main model, which `model_info` describes.
 
-        max_model_len: maximum length of the draft model. Longer sequences get no drafts.
+        max_model_len: the draft model's maximum length. Longer sequences get no drafts.
         """
         self._runner = runner
         self._max_drafts = max_drafts
@@ -65,10 +65,10 @@ class ModelDrafter(Drafter):
         self._eos_token_ids = frozenset(model_info.eos_token_ids)
         self._pace = DraftPace(by_model=True)
         self._acceptance = FIRST_ACCEPTANCE
-        # Known tokens with KV in the draft model's memory, under the block ids that a sequence has in an epoch.
+        # Number of tokens with KV in the draft model's memory, by sequence and epoch (which determines the block ids).
         self._num_computed: dict[tuple[EngineSequence, int], int] = {}
-        self._number = 0  # number of drafts for each sequence of the current step
-        self._has_computed = False  # whether the draft model has run in the current step
+        self._number = 0  # number of drafts per sequence in the current step
+        self._has_computed = False  # whether the draft model ran in the current step
         self._has_failed = False
 
     def begin(self, num_sequences: int) -> bool:
@@ -90,7 +90,7 @@ class ModelDrafter(Drafter):
             result = run_or_error(self._runner.run, batch)
             if isinstance(result, Exception):
                 self._has_failed = True
-                logger.error("the draft model failed; nothing is drafted any more: %s", described(result))
+                logger.error("the draft model failed; serving continues without drafts: %s", described(result))
                 return
             for each in step:
                 self._num_computed[each.sequence, each.sequence.epoch] = each.item.end
@@ -103,10 +103,10 @@ class ModelDrafter(Drafter):
     def _first_step(
         self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
     ) -> list[_Drafting]:
-        """Return items for the tokens that the draft model lacks. An item that completes its sequence also drafts."""
+        """Return items for the tokens that the draft model has not computed. Complete sequences also get drafts."""
         found: list[_Drafting] = []
         num_left = MAX_CATCH_UP_TOKENS
-        # After a failed step, the memory may hold drafts beyond the sequence's tokens. They are overwritten.
+        # After a failed step, the memory may contain drafts beyond the sequence's tokens. They are overwritten.
         lacking = [max(1, each.num_tokens - self._num_computed.get((each, each.epoch), 0)) for each in sequences]
         for place in sorted(range(len(sequences)), key=lacking.__getitem__):
             sequence, num_lacking = sequences[place], lacking[place]
@@ -132,10 +132,10 @@ class ModelDrafter(Drafter):
         return found
 
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        # A step in which the draft model has only caught up counts neither as drafted nor as plain.
+        # A step in which the draft model only caught up counts neither as drafted nor as plain.
         if batch.has_drafts or not self._has_computed:
             self._pace.stepped(batch, result, seconds)
-        self._num_computed = {  # the KV of rejected drafts is invalid, and the last token has no KV yet
+        self._num_computed = {  # rejected drafts are invalid, and the last token has no KV yet
             key: min(self._num_computed[key], key[0].num_tokens - 1)
             for key in [(each, each.epoch) for each in batch.sequences]
             if key in self._num_computed
@@ -147,15 +147,13 @@ class ModelDrafter(Drafter):
                     self._acceptance = updated(self._acceptance, num_drafts, num_kept - 1, _NEWEST_SHARE)
 
     def sleep(self) -> None:
-        """Give up the memory of the draft model. No sequence may be running."""
         self._runner.sleep()
 
     def wake(self) -> None:
-        """Take the memory again. Raises the errors of `ModelRunner.wake`."""
         self._runner.wake()
 
 
 def _is_worth_catching_up(sequence: EngineSequence, num_lacking: int) -> bool:
     num_expected = max(1, sequence.num_predicted_tokens - sequence.num_generated_tokens)
-    max_catch_up_share = 8  # catching up is worthwhile for at most 8 tokens per token that is still expected
+    max_catch_up_share = 8  # catching up with more tokens than this, per expected output token, is not worthwhile
     return num_lacking <= _NUM_BEHIND + max_catch_up_share * num_expected

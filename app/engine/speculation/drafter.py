@@ -1,4 +1,4 @@
-"""The interface of drafters, which propose draft tokens for the sequences of a step, and the prompt-lookup drafter."""
+"""The interface of drafters, which propose draft tokens for a step's sequences, and the prompt-lookup drafter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from app.engine.speculation.prompt_lookup import (
     updated,
 )
 
-# take(sequence, at_most) allocates blocks and returns how many drafts fit. Called at most once for each sequence.
+# take(sequence, at_most) allocates blocks and returns how many drafts fit. Called at most once per sequence.
 Take = Callable[[EngineSequence, int], int]
 
 
@@ -31,38 +31,38 @@ class Drafter(ABC):
     only_predictions: bool = False  # whether to draft only for requests that contain a prediction of their output
 
     def expects_drafts(self, sequences: Sequence[EngineSequence]) -> bool:
-        """Whether the next step probably has drafts for any of these sequences, whose last tokens are being drawn.
+        """Whether the next step will probably have drafts for these sequences, whose last tokens are being drawn.
 
-        Called only if the engine launches ahead. If the result is True, the next step waits for the last tokens.
+        Only called if the engine launches ahead. If True, the next step waits for the last tokens.
         """
         return True
 
     @abstractmethod
     def begin(self, num_sequences: int) -> bool:
-        """Whether the next step, with `num_sequences` sequences, may have drafts. Called before `draft`."""
+        """Whether the next step, which has `num_sequences` sequences, may have drafts. Called before `draft`."""
 
     @abstractmethod
     def draft(
         self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield (index of a sequence, its drafts) for some of the sequences; `take` limits the number of drafts.
+        """Yield (index of a sequence, its drafts) for some of the sequences. `take` limits the number of drafts.
 
-        items: the step's item for each sequence, which has the sequence's last token.
+        items: the step's item for each sequence, which contains the sequence's last token.
         """
 
     @abstractmethod
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        """Learn from a step that took `seconds`; `result` contains the accepted tokens."""
+        """Learn from a step that took `seconds`. `result` contains the accepted tokens."""
 
     def sleep(self) -> None:
-        """Give up the drafter's memory on the device, as a model runner does. No sequence may be running."""
+        """Release the drafter's memory on the device, as a model runner does. No sequence may be running."""
 
     def wake(self) -> None:
-        """Take the memory again. Raises the errors of `ModelRunner.wake`."""
+        """Allocate the memory again. Raises the errors of `ModelRunner.wake`."""
 
 
 def hopes_for_drafts(drafter: Drafter, running: RunningSequences, *, max_rows: int | None) -> bool:
-    """Whether a step of the running sequences probably has drafts once their last tokens are known."""
+    """Whether a step of the running sequences will probably have drafts once their last tokens are known."""
     sequences = running.in_order
     if drafter.only_predictions and not running.num_predicted:
         return False
@@ -72,21 +72,21 @@ def hopes_for_drafts(drafter: Drafter, running: RunningSequences, *, max_rows: i
 
 
 def _num_draftable(num_sequences: int, max_rows: int | None) -> int:
-    """Return the maximum number of drafts in a step of `max_rows` tokens, which a CUDA graph limits further."""
+    """Return the maximum number of drafts in a step of `max_rows` tokens, limited further for CUDA graphs."""
     return sys.maxsize if max_rows is None else min(max_rows - num_sequences, MAX_MULTI_TOKEN_SEQUENCES)
 
 
 def add_drafts(
     builder: BatchBuilder, drafter: Drafter, running: RunningSequences, *, is_short: bool, max_rows: int | None
 ) -> None:
-    """Fill the rest of the budget with drafts if every sequence of the step decodes.
+    """Fill the rest of the budget with drafts if every sequence in the step is decoding.
 
-    A step with a prompt is bound by computation, so drafts would not be cheap. `is_short`: others wait for blocks, so
-    drafts take no new blocks. `max_rows`: maximum tokens of a step with drafts; None: no limit.
+    A step with a prompt is limited by computation, so drafts would not be cheap. `is_short`: whether a sequence waits
+    for blocks, so that drafts must not use new ones. `max_rows`: maximum tokens in a step with drafts, or None.
     """
     sequences = builder.sequences
     num_tokens_left = min(builder.num_tokens_left, _num_draftable(len(sequences), max_rows))
-    # Cheap conditions first: they exclude most steps. The last one iterates over every sequence.
+    # Cheap conditions come first, because they exclude most steps. The last one iterates over all sequences.
     if drafter.only_predictions and not running.num_predicted:
         return
     if num_tokens_left <= 0 or not builder.has_single_tokens or not drafter.begin(len(sequences)):
@@ -110,7 +110,7 @@ def add_drafts(
 def one_by_one(
     sequences: Sequence[EngineSequence], take: Take, draft: Callable[[EngineSequence], Sequence[int]]
 ) -> Iterator[tuple[int, Sequence[int]]]:
-    """Implement `Drafter.draft` with a function that finds the drafts of one sequence."""
+    """Implement `Drafter.draft` with a function that returns the drafts for one sequence."""
     for place, sequence in enumerate(sequences):
         drafts = draft(sequence)
         if drafts and (number := take(sequence, len(drafts))):  # no drafts is the common case, so it is checked first
@@ -119,10 +119,10 @@ def one_by_one(
 
 @dataclass(slots=True)
 class LookupDrafter(Drafter):
-    """Drafts the tokens that a grammar forces, or else tokens found by prompt lookup.
+    """Drafts the tokens that a grammar forces, or otherwise tokens found by prompt lookup.
 
-    Recent acceptance and step times decide how many drafts are worthwhile. The maximum is `max_drafts`, or
-    `max_predicted` for drafts from a prediction.
+    Recent acceptance and step times determine how many drafts are worthwhile, up to `max_drafts`, or up to
+    `max_predicted` from a prediction.
     """
 
     max_drafts: int = 8
@@ -133,17 +133,17 @@ class LookupDrafter(Drafter):
     _acceptance_of_forced: float = 0.9  # forced tokens are nearly always drawn
     _least_chance: float = 1.0
     _num_steps: int = 0
-    _is_promising: bool = True  # whether any sequence of the last step with a lookup was promising
+    _is_promising: bool = True  # whether any sequence was promising in the last step with a lookup
     _skips_lookup: bool = True  # whether the current step skips the lookup
-    _has_hoped: bool = False  # whether `expects_drafts` made the next step wait, so that this step must look up drafts
-    _guess: tuple[EngineSequence, int] | None = None  # the token being drawn, as guessed by `expects_drafts`
+    _has_hoped: bool = False  # whether `expects_drafts` delayed the next step, which must then look up drafts
+    _guess: tuple[EngineSequence, int] | None = None  # the guess of `expects_drafts` for a token that is being drawn
 
     def expects_drafts(self, sequences: Sequence[EngineSequence]) -> bool:
         self._has_hoped = False
         if self.begin(len(sequences)):
             for each in sequences:
                 if each.request.sampling.max_tokens - each.num_generated_tokens > 1:
-                    found = self._draft_of(each)  # the first token found guesses the token that is being drawn
+                    found = self._draft_of(each)  # the first token is a guess for the token that is being drawn
                     if len(found) > 1:
                         self._has_hoped, self._guess = True, (each, found[0])
                         break
@@ -154,8 +154,8 @@ class LookupDrafter(Drafter):
             self._has_hoped = self._skips_lookup = False
             return True
         self._num_steps += 1
-        # While no sequence is promising, only one of four steps looks drafts up: with the smallest models, a lookup
-        # takes 3% of a step.
+        # While no sequence is promising, only one in four steps looks up drafts, because a lookup takes 3% of a step
+        # with the smallest models.
         one_of = 4
         self._skips_lookup = not self._is_promising and self._num_steps % one_of > 0
         if self._skips_lookup:
@@ -170,7 +170,7 @@ class LookupDrafter(Drafter):
         return one_by_one(sequences, take, self._draft_of)
 
     def _draft_of(self, sequence: EngineSequence) -> Sequence[int]:
-        """Return the tokens that may follow the known tokens of a sequence."""
+        """Return tokens that may follow a sequence's known tokens."""
         drafts, prediction = sequence.drafts, sequence.request.prediction_token_ids
         if self.only_predictions and not prediction:
             return ()

@@ -1,1 +1,1 @@
-"""The step log records every decision of an engine, so that a run can be replayed. Off by default."""
+"""The step log, which records every decision of an engine so that a run can be replayed. Off by default."""

@@ -1,8 +1,8 @@
-"""The entries of a step log, and their form as lines of JSON. No files here.
+"""The entries of a step log, and their encoding as lines of JSON. Does not access files.
 
-The external events (arrivals, aborts, new settings, clock readings, drawn tokens, failures) and the tuner's limits
-suffice to run the engine again. The decisions suffice to check that the engine decides the same again. Requests are
-numbered in order of arrival. Fields that are empty, zero or false are omitted.
+The external events (arrivals, aborts, new settings, clock readings, drawn tokens, failures) and the tuner's limits are
+sufficient to replay a run. The decisions are recorded to check that they are the same in the replay. Requests are
+numbered in order of arrival. Empty, zero and false fields are omitted.
 
     {"step_log": 2, "run": ..., "part": 1, ...}                    the header, first in every file
     {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
@@ -32,17 +32,17 @@ from app.engine.batch import StepLimits, WaitReason
 from app.engine.request import Request, SamplingParams
 
 FORMAT = 2
-UNKNOWN = -1  # replaces the number of a request that is no longer known
+UNKNOWN = -1  # the number of a request that is no longer known
 
 
 class FailureKind(StrEnum):
     """How a step failed."""
 
-    REQUESTS = "requests"  # the listed requests are at fault; if none, the whole step failed, but each part succeeded
-    DEVICE = "device"  # no part of the step could be computed: all of its requests have ended
-    LAUNCH = "launch"  # the launch failed; an engine that launches ahead computes the step again
-    RESULT = "result"  # as LAUNCH, but the failure was found while waiting for the result
-    MATCHERS = "matchers"  # the grammars of the listed requests could no longer determine the allowed tokens
+    REQUESTS = "requests"  # the listed requests are at fault; if none, the whole step failed but its parts succeeded
+    DEVICE = "device"  # no part of the step could be computed, and all of its requests have ended
+    LAUNCH = "launch"  # the launch failed, in an engine that launches ahead, and the step will be retried
+    RESULT = "result"  # like LAUNCH, but the failure occurred while waiting for the result
+    MATCHERS = "matchers"  # the listed requests' matchers can no longer compute the allowed tokens
 
 
 class StepFailure(NamedTuple):
@@ -51,21 +51,21 @@ class StepFailure(NamedTuple):
 
 
 class ScheduledTokens(NamedTuple):
-    """The tokens that each sequence computes in a step, as columns: `counts[i]` tokens from position `starts[i]` on."""
+    """The tokens to compute in a step, as columns: request `numbers[i]` has `counts[i]` tokens from `starts[i]` on."""
 
     numbers: Sequence[int] = ()
     starts: Sequence[int] = ()
-    counts: Sequence[int] | None = None  # None: one token each
+    counts: Sequence[int] | None = None  # None for one token each
     unsampled: Sequence[int] = ()  # indices of the sequences for which no token is drawn
 
     @property
     def samplers(self) -> list[int]:
-        """The request numbers of the sequences for which a token is drawn, in the order of the recorded tokens."""
+        """The numbers of the requests for which a token is drawn, in the order of the recorded tokens."""
         unsampled = set(self.unsampled)
         return [number for index, number in enumerate(self.numbers) if index not in unsampled]
 
     def next_decode_step(self) -> ScheduledTokens:
-        """Return the next step of the same sequences, in which each computes the token that was drawn for it."""
+        """Return the next step of the same sequences, in which each computes the token that was just drawn for it."""
         counts = self.counts or [1] * len(self.starts)
         starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
         return ScheduledTokens(self.numbers, starts)
@@ -75,32 +75,32 @@ NOTHING = ScheduledTokens()
 
 
 class StepRecord(NamedTuple):
-    """One call of `Engine.step`. Times are readings of the engine's clock; None if the clock was not read."""
+    """One call of `Engine.step`. Times are readings of the engine's clock, or None if the clock was not read."""
 
     number: int  # from 1
     began_at: float | None = None
     ended_at: float | None = None
-    scheduled: ScheduledTokens | None = None  # None: `next_decode_step` of the previous step
+    scheduled: ScheduledTokens | None = None  # None stands for `next_decode_step` of the previous step
     token_ids: Sequence[int] = ()  # drawn tokens, in the order of the sampled sequences
-    is_late: bool = False  # whether `token_ids` belong to the previous step, which was launched ahead
+    is_late: bool = False  # whether `token_ids` belong to the previous step, because this one was launched ahead
     joined: Sequence[int] = ()
     blocks: Sequence[list[int]] = ()  # block ids of the joined sequences, including the blocks of this step
     preempted: Sequence[int] = ()
     ended: Sequence[tuple[int, str]] = ()  # (number, finish reason or the class of an error)
     num_waiting: int = 0  # like the next two fields, the value after the step was scheduled
-    wait_reason: WaitReason | None = None  # why the first waiting sequence waits
+    wait_reason: WaitReason | None = None  # why the first waiting sequence did not join
     num_free_blocks: int = 0
     times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to process the result
     failures: Sequence[StepFailure] = ()
-    # In a step with drafts, where all but a sequence's first token are drafts: tokens in `token_ids` of each sequence.
+    # In a step with drafts, how many of `token_ids` each sequence got. All scheduled tokens but its first are drafts.
     num_kept: Sequence[int] = ()
-    # (number, number of blocks) of the fetches from a store that began in this step, and of the fetches that were done
-    # before it, with the number of blocks that were filled. A replay needs no store.
+    # The fetches from a store that began with this step, as (number, requested blocks), and those that finished before
+    # it, as (number, usable blocks). A replay does not need a store.
     fetching: Sequence[tuple[int, int]] = ()
     fetched: Sequence[tuple[int, int]] = ()
 
     def drawn(self, scheduled: ScheduledTokens, before: ScheduledTokens) -> list[tuple[int, int]]:
-        """Return (number, token) of every drawn token, given the scheduled tokens of this and the previous step."""
+        """Return (number, token) for every drawn token, given the scheduled tokens of this and the previous step."""
         samplers = (before if self.is_late else scheduled).samplers
         if self.num_kept:
             samplers = list(chain.from_iterable(map(repeat, samplers, self.num_kept)))
@@ -114,15 +114,15 @@ class Arrival(NamedTuple):
 
 
 class RedactedArrival(NamedTuple):
-    """An arrival without its prompt. `block_hashes` has one hash for each full block of the prompt."""
+    """An arrival without its prompt. `block_hashes` contains a hash for each full block of the prompt."""
 
     number: int
     at: float
-    request: dict[str, Any]  # as in Arrival, with `num_prompt_tokens` and `block_hashes` in place of the tokens
+    request: dict[str, Any]  # as in Arrival, but with `num_prompt_tokens` and `block_hashes` instead of the tokens
 
 
 class OutputHashes(NamedTuple):
-    """The hashes of the full blocks of a redacted request after the prompt's blocks. Written when the request ends."""
+    """The hashes of a redacted request's full blocks after those in its arrival. Written when the request ends."""
 
     number: int
     block_hashes: list[str]
@@ -160,12 +160,12 @@ Entry = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The engine and the machine of a log. All files of one log have the same `run`; `part` counts them from 1."""
+    """A log's engine and machine. All files of a log have the same `run` and are numbered from 1 by `part`."""
 
     step_log: int = FORMAT
     run: str
     part: int = 1
-    began: str  # wall time, ISO 8601
+    began: str  # wall-clock time, ISO 8601
     launches_ahead: bool
     num_blocks: int
     facts: dict[str, Any]  # the fields of ModelInfo
@@ -179,23 +179,23 @@ class Header:
 
     @classmethod
     def parse(cls, line: str) -> Header:
-        """Parse a header. Raises ValueError with an explanation if the line is not a header of this format."""
+        """Parse a header. Raises ValueError, with an explanation, if the line is not a header in this format."""
         try:
             found = json.loads(line)
         except json.JSONDecodeError:
             found = None
         if not isinstance(found, dict) or "step_log" not in found:
-            raise ValueError("this is no step log: its first line is no header")
+            raise ValueError("this is not a step log: its first line is not a header")
         if found["step_log"] != FORMAT:
             raise ValueError(f"the log has format {found['step_log']}; this version reads format {FORMAT}")
         names = {field.name for field in fields(cls)}
         if found.keys() | {"settings"} != names:  # older logs do not have `settings`
-            raise ValueError(f"the header's fields differ: {', '.join(sorted(found.keys() ^ names))}")
+            raise ValueError(f"the header has missing or unknown fields: {', '.join(sorted(found.keys() ^ names))}")
         return cls(**found)
 
 
 def to_line(entry: Entry) -> str:
-    """Return the entry as one line of JSON, without a newline."""
+    """Return the entry as a line of JSON, without a newline."""
     match entry:
         case StepRecord():
             return _dumps(_step_fields(entry))
@@ -221,7 +221,7 @@ def to_line(entry: Entry) -> str:
 
 
 def parse(line: str) -> Entry:
-    """Parse the entry of a line. Raises ValueError, TypeError or KeyError if the line is not an entry."""
+    """Parse the entry in a line. Raises ValueError, TypeError or KeyError if the line is not an entry."""
     found: dict[str, Any] = json.loads(line)
     if "step" in found:
         return _step(found)
@@ -248,7 +248,7 @@ def parse(line: str) -> Entry:
 
 
 def without_batch_size(scheduler: dict[str, Any]) -> dict[str, Any]:
-    """Return recorded settings without `strategy.batch_size`, which limited batches before `max_running` did."""
+    """Return recorded settings without `strategy.batch_size`, which older versions used instead of `max_running`."""
     strategy = dict(scheduler["strategy"])
     batch_size = strategy.pop("batch_size", None)
     if batch_size is None:
@@ -257,9 +257,9 @@ def without_batch_size(scheduler: dict[str, Any]) -> dict[str, Any]:
 
 
 def request_fields(request: Request) -> dict[str, Any]:
-    """Return a request's fields without defaults and without `prefix_at`, which contains a secret.
+    """Return a request's fields except defaults and `prefix_at`, which contains a secret.
 
-    The prompt is not copied; `asdict` would copy the prompt token by token.
+    Unlike `asdict`, this function does not copy the prompt token by token.
     """
     sampling = _non_default_fields(request.sampling)
     if request.sampling.grammar is not None:

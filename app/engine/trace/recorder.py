@@ -1,7 +1,7 @@
-"""Turns the events of an engine into the entries of a step log.
+"""Turns an engine's events into the entries of a step log.
 
-The recorder runs inside every step, so it only collects data. In most steps the same sequences advance by one token;
-such a step costs a comparison and one entry. Another thread writes the entries, see `step_log.py`.
+The recorder runs as part of every step, so it only collects data. In most steps, the same sequences advance by one
+token, which costs only a comparison and an entry. Another thread writes the entries (see `step_log.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from app.errors import DeviceFault
 
 
 class StepRecorder(StepObserver):
-    """Makes one entry for every step and every external event, and calls `put` with each complete entry."""
+    """Creates an entry for every step and every external event, and passes it to `put` when it is complete."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class StepRecorder(StepObserver):
         close: Callable[[], None] = lambda: None,
         stopwatch_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:
-        """`put` is called in the engine's thread, must not block, and returns False if the entry is lost."""
+        """`put` is called in the engine's thread. It must not block, and returns False if it drops the entry."""
         self._put = put
         self._close = close
         self._stopwatch_ns = stopwatch_ns
@@ -100,7 +100,7 @@ class StepRecorder(StepObserver):
         self._scheduled_ns = self._stopwatch_ns()
 
     def _goes_on(self, batch: StepBatch) -> bool:
-        """Whether the step has the sequences of the previous step, and each computes one more token."""
+        """Whether the step has the same sequences as the previous one, and each computes one more token."""
         return (
             self._steady == batch.sequences  # compared by identity, in C
             and batch.num_scheduled_tokens == len(batch.sequences)
@@ -117,7 +117,7 @@ class StepRecorder(StepObserver):
         self._failures.append(StepFailure(how, [sequence.arrival for sequence in ending]))
         self._steady = None
         if how is FailureKind.DEVICE:
-            reason = f"error:{DeviceFault.__name__}"  # the error that the callers get
+            reason = f"error:{DeviceFault.__name__}"  # the error that callers receive
             ended = [(self._left(sequence.request.request_id), reason) for sequence in ending]
             self._finish(ended, ended_at=None)
 
@@ -129,7 +129,7 @@ class StepRecorder(StepObserver):
         self._close()
 
     def _left(self, request_id: str) -> int:
-        # A new request may reuse the id before the end of the earlier one is recorded; recording must not fail.
+        # A new request may have reused the id before the earlier one's end is recorded. Recording must not fail then.
         return self._numbers.pop(request_id, UNKNOWN)
 
     def _finish(self, ended: list[tuple[int, str]], *, ended_at: float | None) -> None:
@@ -137,7 +137,7 @@ class StepRecorder(StepObserver):
         batch, self._batch = self._batch, None  # drop the references to sequences
         record = self._record(batch, ended, ended_at, now_ns)
         if not self._put(record) or batch is None:
-            self._steady = None  # after a lost entry or a step without a batch, the next entry must be complete
+            self._steady = None  # after a dropped entry or a step without a batch, the next entry must be complete
 
     def _record(
         self, batch: StepBatch | None, ended: list[tuple[int, str]], ended_at: float | None, now_ns: int
@@ -149,7 +149,7 @@ class StepRecorder(StepObserver):
             (sampled_ns - self._scheduled_ns) // 1000,
             (now_ns - sampled_ns) // 1000,
         )
-        if batch is None:  # an overlapped engine waited for the previous step and scheduled no step
+        if batch is None:  # an engine that launches ahead waited for the previous step and scheduled none
             return StepRecord(
                 self._num_steps,
                 ended_at=ended_at,

@@ -1,8 +1,8 @@
-"""Redaction of a step log: the log shows lengths and equal prefixes, but no texts.
+"""Redacts a step log, so that it shows lengths and equal prefixes, but no texts.
 
-Each full block of a request's tokens is replaced by a keyed hash (BLAKE2b). The prefix cache compares whole blocks, so
-equal prefixes stay equal. The key is random for each log and never written, so a reader cannot hash guesses and compare
-the hashes. Salts and tenants are hashed with the same key.
+Each full block of a request's tokens is replaced by a keyed hash (BLAKE2b). Because the prefix cache compares whole
+blocks, equal prefixes stay equal. Each log has a random key that is never written, so readers cannot hash guesses to
+compare them. Salts and tenants are hashed with the same key.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Redactor:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._key = secrets.token_bytes(32)
-        # Tokens after the full prompt blocks, for each request that has not ended, by request number.
+        # For each request that has not ended, its tokens after the blocks hashed at arrival, by request number.
         self._tokens: dict[int, array[int]] = {}
         self._scheduled = NOTHING  # the scheduled tokens of the previous step
 
     def redacted(self, entry: Entry) -> Iterable[Entry]:
-        """Return the entries to write in place of `entry`, in order: at least one."""
+        """Return the entries to write instead of `entry`, in order."""
         match entry:
             case Arrival():
                 return (self._arrival(entry),)
@@ -63,7 +63,7 @@ class Redactor:
         return RedactedArrival(arrival.number, arrival.at, fields)
 
     def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Hide the grammar's text and the bad words. The log still shows that the request has them."""
+        """Hide the grammar's text and the bad words, but still show that the request has them."""
         hidden: dict[str, Any] = {}
         if "grammar" in given:
             hidden["grammar"] = given["grammar"] | {"text": self._hash(given["grammar"]["text"].encode())}
@@ -86,7 +86,7 @@ class Redactor:
         return self._scheduled.next_decode_step() if record.scheduled is None else record.scheduled
 
     def _output_hashes(self, numbers: Iterable[int]) -> list[OutputHashes]:
-        """Return the entries for the outputs of requests that end at this point."""
+        """Return the entries for the outputs of requests that have just ended."""
         ended = ((number, self._hashes(self._tokens.pop(number, array("q")))) for number in numbers)
         return [OutputHashes(number, hashes) for number, hashes in ended if hashes]
 

@@ -1,8 +1,8 @@
-"""A step log, written by a separate thread. An engine never waits for the log, and never fails because of the log.
+"""A step log, written by a separate thread. The engine never waits for the log and never fails because of it.
 
-The engine appends entries to a bounded queue. The thread wakes at the first entry, waits 0.2 s for more and writes each
-entry as one line. If the disk is too slow, entries are dropped, and the number of dropped entries is written in their
-place. A crash loses only the entries that are still in the queue.
+The engine appends entries to a bounded queue. The thread wakes up at the first entry, waits 0.2 s for more, and writes
+each entry as one line. If the disk is too slow, entries are dropped, and their number is written instead. A crash only
+loses the entries in the queue.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ logger = logging.getLogger(__name__)
 def recorder_of(
     config: EngineConfig, *, runner: ModelRunner, model_info: ModelInfo, num_blocks: int
 ) -> StepRecorder | None:
-    """Return a recorder that writes a step log, or None if the settings name no folder for the log.
+    """Return a recorder that writes a step log, or None if no folder is configured.
 
     Raises:
-        InvalidSetup: the folder cannot be written.
+        InvalidSetup: the folder is not writable.
     """
     settings = config.step_log
     if settings.path is None:
         return None
     header = log_header(config, runner=runner, model_info=model_info, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
-    # A GB has room for a day of moderate load. A full log loses one sixteenth of its past when a new file begins.
+    # 1 GB is enough for a day of moderate load. Each new file then replaces the oldest sixteenth of the log.
     files = LogFiles(folder, run=header.run, file_bytes=64_000_000, max_files=16)
     try:
         log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
     except OSError as error:
-        raise InvalidSetup(f"step_log.path: got {settings.path}; it cannot be written: {error}") from error
-    logger.info("every step is recorded in %s", folder)
+        raise InvalidSetup(f"step_log.path: {settings.path} is not writable: {error}; set another folder") from error
+    logger.info("recording every step in %s", folder)
     return StepRecorder(log.put, log.close)
 
 
 def log_header(config: EngineConfig, *, runner: ModelRunner, model_info: ModelInfo, num_blocks: int) -> Header:
-    """Return the header of a step log: all data needed to build an equal engine, and to see how another one differs."""
+    """Return the header of a step log: all data needed to build an equal engine, or to see how another one differs."""
     began = datetime.now(UTC)
     return Header(
         run=f"{began:%Y%m%dT%H%M%S}-{uuid4().hex[:8]}",
@@ -72,21 +72,21 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, model_info: ModelIn
 
 
 class StepLog:
-    """Takes entries from one thread and writes them to files in another."""
+    """Accepts entries from one thread and writes them to files in another."""
 
     def __init__(
         self, files: LogFiles, header: Header, *, redactor: Redactor | None = None, max_pending: int = 10_000
     ) -> None:
         """Open the first file and start the thread. Raises OSError if the file cannot be written.
 
-        max_pending: maximum number of queued entries; further entries are dropped.
+        max_pending: maximum number of queued entries. Further entries are dropped.
         """
         self._files = files
         self._header = header
         self._redactor = redactor
         self._max_pending = max_pending
         self._pending: deque[Entry] = deque()
-        self._num_unreported = 0  # entries dropped since the last accepted one
+        self._num_unreported = 0  # entries dropped since the last accepted entry
         self.num_lost = 0
         self._wake = threading.Event()
         self._is_closing = threading.Event()
@@ -98,7 +98,7 @@ class StepLog:
         atexit.register(self.close)
 
     def put(self, entry: Entry) -> bool:
-        """Queue an entry to be written. Return False if the entry is dropped. Never blocks, never raises."""
+        """Queue an entry to be written. Returns False if it is dropped. Never blocks or raises."""
         if self._has_failed or len(self._pending) >= self._max_pending:
             self._drop()
             return False
@@ -111,11 +111,11 @@ class StepLog:
         return True
 
     def close(self) -> None:
-        """Write the remaining entries and end the thread. Safe to call twice."""
+        """Write the remaining entries and stop the thread. Safe to call twice."""
         atexit.unregister(self.close)
         self._is_closing.set()
         self._wake.set()
-        close_s = 10.0  # maximum seconds that an ending engine waits for the disk
+        close_s = 10.0  # maximum time to wait for the disk
         self._thread.join(close_s)
         if self.num_lost:
             logger.warning("the step log lacks %d entries, because the disk was too slow", self.num_lost)
@@ -123,7 +123,7 @@ class StepLog:
 
     def _drop(self) -> None:
         if not self.num_lost:
-            logger.warning("the step log drops entries: the disk is too slow for it; serving goes on")
+            logger.warning("the disk is too slow for the step log, which drops entries; serving continues")
         self.num_lost += 1
         self._num_unreported += 1
 
@@ -139,9 +139,9 @@ class StepLog:
             self._write_pending()
         except Exception as error:
             self._has_failed = True
-            logger.error("the step log ends here, serving goes on: %s", traceback_of(error))
+            logger.error("the step log cannot be written any more; serving continues: %s", traceback_of(error))
         finally:
-            with suppress(OSError):  # the error that lost the entries is already logged
+            with suppress(OSError):  # the original error was already logged
                 self._file.close()
 
     def _write_pending(self) -> None:
@@ -153,7 +153,7 @@ class StepLog:
                 self._open_next_file()
 
     def _write(self, line: str) -> None:
-        # Write lines one at a time: the engine's thread can run during each system call.
+        # Write each line separately, because the engine's thread can run during each system call.
         self._num_bytes += self._file.write(f"{line}\n".encode())
         self._file.flush()
 
@@ -175,12 +175,12 @@ class StepLog:
 
 
 class LogFiles:
-    """The files of one run, in a folder that keeps a bounded number of files.
+    """The files of one run, in a folder with a limited number of files.
 
         steps-20261120T200325-9f2c01d7-00001.jsonl    the first file of the run that began at 20:03:25
         steps-20261120T200325-9f2c01d7-00002.jsonl
 
-    Several engines may share a folder: a file that is being written is never deleted.
+    Several engines may share a folder, because files that are being written are never deleted.
     """
 
     def __init__(self, folder: Path, *, run: str, file_bytes: int, max_files: int) -> None:
@@ -190,7 +190,7 @@ class LogFiles:
         self._max_files = max_files
 
     def open_part(self, part: int) -> io.BufferedWriter:
-        """Create a file that only its owner may read: it may hold prompts. Delete the oldest files. Raises OSError."""
+        """Create a file, readable only by its owner because it may hold prompts. Delete the oldest. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = open(self.folder / f"steps-{self._run}-{part:05d}.jsonl", "xb", opener=_open_private)  # noqa: SIM115
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the file is closed or the process ends
@@ -198,8 +198,8 @@ class LogFiles:
         return file
 
     def _prune(self) -> None:
-        """Delete the oldest files, except files that are being written, until at most `max_files` are left."""
-        files = sorted(self.folder.glob("steps-*.jsonl"))  # in order of the time at which the run began
+        """Delete the oldest files, except those that are being written, until at most `max_files` are left."""
+        files = sorted(self.folder.glob("steps-*.jsonl"))  # in order of the time when the run began
         num_too_many = len(files) - self._max_files
         for path in files:
             if num_too_many <= 0:

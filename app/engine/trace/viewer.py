@@ -1,6 +1,6 @@
-"""Assigns running requests to slots while people watch an engine, and makes the views of the engine.
+"""Assigns running requests to slots while people watch an engine, and creates views of the engine.
 
-A slot is a line on a screen, the lowest free one; the engine itself has only running sequences.
+The engine itself has no numbered slots. A slot is a line on the screen, and each request gets the lowest free one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, T
 from app.engine.trace.entries import FailureKind
 from app.engine.tuner import Tuning
 
-# A screen shows no more lines. These limits bound a view's size (about 40 kB) and its time in the engine's thread.
+# A screen shows no more lines. The limits bound a view's size (about 40 kB) and the time that it takes to create.
 MAX_SLOTS = 256
 MAX_WAITING = 14
 
@@ -34,17 +34,17 @@ class _Occupancy:
     first_token_at: float | None = None
     left_at: float | None = None
     why_left: str = ""
-    is_shown: bool = False  # whether a view already has it, apart from new tokens and blocks
+    is_shown: bool = False  # whether the last view showed everything but new tokens and blocks
 
 
 class Viewer(StepObserver):
-    """Records the events between two views. Belongs to the engine's thread."""
+    """Records the events between two views. Used by the engine's thread."""
 
     def __init__(self, running: Iterable[EngineSequence], *, now: float) -> None:
-        """`running`: the sequences that already run."""
+        """`running`: the sequences that are already running."""
         self._occupancies: dict[str, _Occupancy] = {}  # by request id
-        self._prefilling: dict[str, _Occupancy] = {}  # the occupancies without a token since they joined
-        # Requests that left between two views. If there are more, the oldest ones are not shown.
+        self._prefilling: dict[str, _Occupancy] = {}  # the occupancies that have had no token since they joined
+        # Maximum number of requests that left since the last view. Beyond it, the oldest are not shown.
         max_left = 512
         self._left: deque[_Occupancy] = deque(maxlen=max_left)
         self._num_slots = 0
@@ -61,7 +61,7 @@ class Viewer(StepObserver):
     def _forget_steps(self) -> None:
         self._num_steps = self._num_tokens = self._num_drawn = self._num_sequences = self._most_tokens = 0
         self._busy_s = self._longest_s = 0.0
-        # A view has the ends of this many steps: with five views a second, of all steps if a step takes over 3 ms.
+        # Maximum number of step ends in a view. With five views a second, this covers all steps of more than 3 ms.
         max_ends = 64
         self._ends: deque[float] = deque(maxlen=max_ends)
 
@@ -117,7 +117,7 @@ class Viewer(StepObserver):
 
     def _enter(self, sequence: EngineSequence, at: float) -> _Occupancy:
         request_id = sequence.request.request_id
-        self._leave(request_id, at, "")  # frees the slot of an earlier request with this id whose end was not seen
+        self._leave(request_id, at, "")  # frees the slot of an earlier request with this id whose end was not reported
         if self._free_slots:
             slot = heappop(self._free_slots)
         else:
@@ -128,7 +128,7 @@ class Viewer(StepObserver):
     def _leave(self, request_id: str, at: float, why: str) -> None:
         occupancy = self._occupancies.pop(request_id, None)
         if occupancy is None:
-            return  # the request was waiting and had no slot
+            return  # the request was waiting, so it had no slot
         self._prefilling.pop(request_id, None)
         heappush(self._free_slots, occupancy.slot)
         occupancy.left_at, occupancy.why_left = at, why
@@ -137,7 +137,7 @@ class Viewer(StepObserver):
     # ------------------------------------------------------------------ views
 
     def snapshot(self, scheduler: Scheduler, tuning: Tuning | None, *, now: float, is_full: bool) -> EngineSnapshot:
-        """Return the current state of the engine and the events since the last view."""
+        """Return the engine's current state and the events since the last view."""
         stats = scheduler.stats()
         shown = [*self._left]
         reported: list[int] = []
@@ -219,7 +219,7 @@ def _slot_use(occupancy: _Occupancy, now: float) -> SlotUse:
 
 
 def _waiting_requests(scheduler: Scheduler, now: float) -> Iterable[QueueEntry]:
-    work = 0  # tokens to compute for the sequences before this one
+    work = 0  # tokens to compute for the sequences ahead of this one
     for sequence in scheduler.first_waiting(MAX_WAITING):
         request = sequence.request
         yield QueueEntry(

@@ -117,7 +117,7 @@ def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -
 
 
 def _prepared(update: LowRankUpdate | None, settings: DecoderSettings, linear: str) -> LowRankUpdate | None:
-    """Return an update with its outputs in the C++ code's order. An odd rank is padded: two bfloat16 make one unit."""
+    """Return an update with its outputs in the C++ code's order. Pads odd ranks: two bfloat16 form one unit."""
     if update is None:
         return None
     down, up = update.down, in_order(settings, linear, update.up)

@@ -50,7 +50,7 @@ inline int ask_kernel() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? 0 : errno;
 }
-// The intrinsics are avoided: GCC's stringify tile numbers, and do not declare the memory that a load reads.
+// Intrinsics are avoided, because GCC's stringify tile numbers and do not declare the memory that a load reads.
 inline void load_shapes(const Shapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
 inline void drop_shapes() { __asm__ volatile("tilerelease"); }
 

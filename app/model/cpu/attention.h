@@ -1,13 +1,13 @@
 // Paged attention. Every KV byte of a sequence is read once per tile of query rows. If several decoding sequences share
 // blocks, the rows of a tile come from all of them.
 //
-// A layer's memory, in units of vectors.h, so that neither half needs a sum across lanes:
+// The layout of a layer's memory, in units of vectors.h. Neither keys nor values need a sum across lanes:
 //   keys    [num_blocks][heads_in_block][key_units][block_size]            a load is one unit of 16 tokens
 //   values  [num_blocks][heads_in_block][block_size / PER_UNIT][value_dim] a load is 16 dimensions of a unit of tokens
 //
-// In int8, 16 units are stored as the first numbers of all units, then the second, in PER_UNIT times 16 bytes. They are
-// converted exactly to the model's type: a few groups of tokens at a time, or a whole piece for all rows of a prompt.
-// Scores are multiplied by each key's scale, and weights by each value's.
+// In int8, 16 units occupy PER_UNIT times 16 bytes: the first numbers of all units, then the second ones. They are
+// converted exactly to the model's type, for a few groups of tokens or for a whole piece, if a prompt has many rows.
+// Scores are multiplied by each key's scale, and weights by each value's scale.
 //   scales  [num_blocks][scales_in_block][2][block_size] of keys, then of values
 //
 // Everything is summed in float32, in an order that depends only on the row itself, so other rows in a step or a tile
@@ -37,7 +37,7 @@ constexpr int64_t PIECE = CAROUSEL_PIECE;  // for tests
 #else
 constexpr int64_t PIECE = 2048;
 #endif
-// Returns how many vectors' sums fit into registers for this number of rows.
+// Returns the number of vectors whose sums fit into registers with this number of rows.
 constexpr int width_of(int rows) {
     return MOST_SUMS >= 24 ? (rows <= 4 ? 4 : 2) : (rows == 1 ? 4 : rows <= 3 ? 2 : 1);
 }
@@ -236,7 +236,7 @@ inline std::pair<float, float> softmax(float* scores, uint32_t* weights, int64_t
     return {most, sum_of(total)};
 }
 
-// Each row's result over the tokens so far: the weighted sum of values, the greatest score, the sum of weights.
+// Each row's result over the tokens so far: the weighted sum of values, the greatest score, and the sum of weights.
 struct Attended {
     float *values, *greatest, *weights;  // [rows][value_dim], [rows], [rows]
     int64_t value_dim;
@@ -255,7 +255,7 @@ struct Attended {
         return later;
     }
 
-    // Merges the result over the next piece.
+    // Merges the result of the next piece.
     void add(const Attended& piece, int64_t num_rows) const {
         for (int64_t row = 0; row < num_rows; ++row) {
             if (piece.weights[row] == 0.0f) continue;  // the row attends to none of the piece's tokens
@@ -330,19 +330,19 @@ struct Walk {
                 if (pages.scales) scales.push_back(pages.scale_group(*table, slot, kv_head));
             }
     }
-    // Ends the list. While the first `num_shared` tokens are read, which are already in a cache, the sequences' own
-    // tokens, which follow them, are prefetched.
+    // Ends the list. The first `num_shared` tokens are already in a cache, so while they are read, the sequences' own
+    // tokens, which follow, are prefetched.
     template <typename T>
     void end(int64_t num_shared) {
-        constexpr int64_t MOST_AHEAD = 16;  // groups; more would leave the cache before they are used
+        constexpr int64_t MOST_AHEAD = 16;  // groups; more would be evicted from the cache before use
         const int64_t own_ahead = std::min(num_shared / LANES, MOST_AHEAD);
         keys_ahead = std::max<int64_t>(4, own_ahead);
         values_ahead = std::max<int64_t>(PER_UNIT<T>, own_ahead);
-        keys.resize(keys.size() + keys_ahead, keys.back());  // so that the last group has groups ahead
+        keys.resize(keys.size() + keys_ahead, keys.back());  // so that prefetching after the last group is valid
         values.resize(values.size() + values_ahead, values.back());
     }
     // Joins the two parts of some groups' keys: the latents, which are stored as values, and the rest. A piece's keys
-    // are joined before it is read, in the memory of the previous piece's.
+    // are joined before it is read, in the memory of the previous piece's keys.
     template <typename T>
     void make_keys(const Pages<T>& pages, int64_t first, int64_t end) {
         for (int64_t group = first; group < end; ++group) {
@@ -583,7 +583,7 @@ inline Stretch own_of(Stretch piece, const Part& part) {
     return {std::max(piece.begin, part.begin), std::min(piece.end, part.length())};
 }
 
-// Collects scales by position in the piece. After the last token, where memory may contain anything, they are 0.
+// Collects scales by position in the piece. They are 0 after the last token, where memory may contain anything.
 inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num_shared, int64_t shared_group,
                                  Stretch piece, int64_t block_size, Scratch& scratch) {
     scratch.key_scales.resize(PIECE);
@@ -621,7 +621,7 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
         for (int64_t row = 0; !shared.is_empty() && row < num_rows; row += rows.most)
             body(rows.tiles[std::min(rows.most, num_rows - row)], row);
     };
-    // With rows of a power of two in length, all rows would compete for the same few lines of a core's cache.
+    // If the length of rows were a power of two, all rows would compete for the same few lines of a core's cache.
     constexpr int64_t STRIDE = PIECE + 2 * LANES, WEIGHT_STRIDE = words_of<T>(STRIDE);
     const int64_t query_words = words_of<T>(shape.key_dim);
     scratch.query.resize(num_rows * query_words);
@@ -705,7 +705,7 @@ struct Group {
     int32_t num_shared;    // tokens in the blocks that all of them start with
 };
 
-// What a thread computes at once of a group, for one KV head.
+// A thread's unit of work on a group, for one KV head.
 struct Share {
     int32_t group;
     int32_t piece;   // the piece, if the group's pieces are computed separately, or -1 for all
@@ -720,7 +720,7 @@ class Groups {
               int64_t most_rows, int64_t num_threads) {
         order_.assign(segments, segments + num_segments);
         groups_.clear();
-        // Segments of several tokens are first, because they take the most time.
+        // Segments of several tokens come first, because they take the most time.
         const auto single = std::stable_partition(order_.begin(), order_.end(),
                                                   [](const Segment& segment) { return segment.num_tokens > 1; });
         std::sort(single, order_.end(), [&](const Segment& left, const Segment& right) {
@@ -766,12 +766,12 @@ class Groups {
     const Segment* segments(const Group& group) const { return order_.data() + group.first; }
 
   private:
-    static constexpr int64_t TASKS = 6;  // the least tasks per thread, so that all threads end at nearly the same time
+    static constexpr int64_t TASKS = 6;  // the least tasks per thread, so that all threads finish at nearly the same time
 
     // Divides the work. The pieces of a long group of decoding sequences are computed separately if threads would
     // otherwise wait for one that computes a whole KV head of the group.
     void find_shares(const AttentionShape& shape, int64_t num_threads) {
-        constexpr int64_t TOKENS = 4;  // tokens of a prompt take as long as a decoding token that waits for memory
+        constexpr int64_t TOKENS = 4;  // so many prompt tokens take as long as a decoding token, which waits for memory
         shares_.clear();
         split_.clear();
         const auto num_tokens = [&](const Group& group) { return int64_t(segments(group)->num_tokens); };
@@ -900,7 +900,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     };
     if (share.piece >= 0) {
         const Attended result = groups.attended(share, kv_head, shape);
-        if (walk.size() == 0) return result.clear(num_rows);  // all tokens lie before a window
+        if (walk.size() == 0) return result.clear(num_rows);  // all tokens are outside the windows
         walk.end<T>(num_shared);
         begin_keys();
         return attend_to(pieces.begin, 0, num_parts, result);
@@ -912,7 +912,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     const Attended further(scratch.piece.data(), num_rows, shape.value_dim);
     const int64_t together = first->num_tokens == 1 ? num_parts : 1;
     const int64_t num_groups = walk.size() - walk.keys_ahead;
-    constexpr int64_t LEAST_PARTS = 4;  // with fewer, converting in advance does not pay: groups leave the L1 cache
+    constexpr int64_t LEAST_PARTS = 4;  // with fewer, converting in advance is slower, because groups leave the L1 cache
     const bool converts = walk.is_int8 && together == 1 && num_parts >= LEAST_PARTS;
     for (int64_t piece = pieces.begin; piece < pieces.end; piece += PIECE) {
         begin_keys();
@@ -934,7 +934,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
                attended, output);
 }
 
-// Computes the attention of a whole step, in the `run` of a thread pool. Keys and values must have been stored.
+// Computes the attention of a whole step, inside a thread pool's `run`. Keys and values must have been stored.
 template <typename T>
 void attend_in(ThreadPool& threads, const AttentionShape& shape, const Pages<T>& pages, Groups& groups,
                const int32_t* tables, Heads<const T> query, Heads<T> output) {

@@ -1,6 +1,6 @@
-"""Paged attention for CPUs in C++, for models that run in transformers' code.
+"""Paged attention for CPUs in C++, for models that run on transformers' code.
 
-`TorchAttention` takes over if there is no compiler, or if the C++ code does not support a model's shapes.
+`TorchAttention` is used if there is no compiler, or if the C++ code does not support a model's shapes.
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ class Checkpoint:
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
         """Return a weight or a part of it, or None if the files lack it. A tied head is read from the embedding.
 
-        Raises UnsupportedModel if the tensors of a packed weight do not fit each other.
+        Raises UnsupportedModel if the tensors of a packed weight do not fit together.
         """
         packed = self._packed(name)
         if packed is not None:
-            assert part is None, "a quantised checkpoint is not divided"
+            assert part is None, "a quantised checkpoint is not split"
             weight = packed.multiplied_out(self._dtype)
             advise(packed.words, mmap.MADV_DONTNEED)
             return weight
@@ -133,7 +133,7 @@ class Checkpoint:
         return numbers, of_rows
 
     def release(self) -> None:
-        """Free the pages of all weights read so far. Using such a weight again reads its file again."""
+        """Free the pages of all weights read so far. Using one of them afterwards rereads its file."""
         for weight in self._used:
             advise(weight, mmap.MADV_DONTNEED)
         self._used.clear()
@@ -141,7 +141,7 @@ class Checkpoint:
     def has_weights_of(self, module: PreTrainedModel) -> bool:
         """Return whether the files contain every weight of a module by name and shape, in a supported type.
 
-        Raises UnsupportedModel if the tensors of a packed weight do not fit each other or the module.
+        Raises UnsupportedModel if the tensors of a packed weight do not fit together or do not fit the module.
         """
         is_tied = bool(module.config.tie_word_embeddings)
         for name, weight in by_expert(module.state_dict()).items():
@@ -164,7 +164,7 @@ class Checkpoint:
         try:
             found = packing.weight(name, self._mapped)
             if found is not None and expected not in (None, found.shape):
-                raise ValueError(f"{name} is {list(found.shape)} there, and {list(expected)} in the model")
+                raise ValueError(f"{name} is {list(found.shape)} there, but {list(expected)} in the model")
         except ValueError as error:
             raise UnsupportedModel(
                 f"{self._location}: its files do not fit its config.json ({packing}): {error}. Download them again, or "
@@ -223,7 +223,7 @@ class MappedModel:
         *,
         rank: int | None = None,
     ) -> None:
-        """device: the device to which requested weights are copied; None returns views of the files.
+        """device: the device to which requested weights are copied, or None to return views of the files.
         rank: if the module has been split, the rank that it belongs to. Only this rank's part of a weight is read.
         """
         self.module = module
@@ -292,9 +292,8 @@ class MappedModel:
     def _fill(self, name: str, part: nn.Module, _arguments: Any = ()) -> None:
         weights = {own: given(self, _in_files(f"{name}.{own}")) for own in part.state_dict()}
         part.load_state_dict(weights, assign=True)
-        if (
-            scale := getattr(part, "scalar_embed_scale", None)
-        ) is not None:  # Gemma's embedding scale, which is not in the files
+        # Gemma's embedding scale is not in the files.
+        if (scale := getattr(part, "scalar_embed_scale", None)) is not None:
             part.embed_scale = torch.tensor(scale, device=self._device)
 
     def _empty(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
@@ -310,7 +309,7 @@ class MappedModel:
         return joined
 
     def _placed(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._device is None else weight.to(self._device, copy=True)  # free of the file
+        return weight if self._device is None else weight.to(self._device, copy=True)  # independent of the file
 
 
 def _in_files(name: str) -> str:
@@ -319,5 +318,5 @@ def _in_files(name: str) -> str:
 
 
 def add_positions(module: PreTrainedModel) -> None:
-    """Compute the rotary embedding's tensors, which are in no file, from the model's configuration."""
+    """Compute the rotary embedding's tensors, which no file contains, from the model's configuration."""
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)

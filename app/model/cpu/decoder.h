@@ -1,7 +1,7 @@
 // Runs all layers of a Llama-like decoder in one call.
 //
 // Numbers are rounded where transformers rounds them, so that bfloat16 yields the tokens of transformers' forward pass,
-// except for differences that the order of summation causes.
+// except for differences due to the order of summation.
 #pragma once
 
 #include "adapters.h"
@@ -30,11 +30,11 @@ struct PerLayerShape {
 struct DecoderShape {
     int64_t hidden_size, num_heads, vocab_size, block_size, num_layers;
     // Bits of the layers' matrices, or 0 if these and the head have the model's type. With IN_GROUPS, IN_BLOCKS or
-    // both, all matrices are stored ones, whose inputs are rounded in these ways.
+    // both, all matrices keep the types of a file, and their inputs are rounded in these ways.
     int64_t weight_bits;
     int64_t num_groups;           // groups of layers, which use different blocks
     int64_t gates_attention;      // extra outputs of the query projection gate attention's output
-    int64_t norms_all_heads;      // the queries of all heads are normalised together, and the keys
+    int64_t norms_all_heads;      // the queries of all heads are normalised together, and so are the keys
     int64_t norms_values;         // each head's values are normalised, without weights
     int64_t rounds_in_norms;      // normalised numbers are rounded before the weight is applied
     int64_t rounds_rotary;        // products with cosines and sines are rounded
@@ -57,8 +57,10 @@ struct MlpWeights {
 struct LayerWeights {
     int64_t mixer, intermediate_size;
     const float *mixer_input_norm, *mixer_output_norm, *feed_forward_input_norm, *feed_forward_output_norm;
-    // The mixer's input projections, joined. Their outputs are, in attention, queries, gates, keys and values; in
-    // the short convolution, factors of inputs and of outputs, inputs; in the delta rule, queries, keys, values, gates.
+    // The mixer's joined input projections. Their outputs are:
+    //   attention          queries, gates, keys, values
+    //   short convolution  factors of inputs, factors of outputs, inputs
+    //   delta rule         queries, keys, values, gates
     const uint32_t* projection;
     const float* projection_bias;
     const uint32_t* output;
@@ -160,7 +162,8 @@ class Decoder {
         int64_t token(int64_t row) const { return are_all ? row : wanted[row]; }
     };
 
-    // Finds the wanted rows, to which layers after the last one that stores anything are limited. Each is a segment.
+    // Finds the wanted rows, each of which is a segment. Layers after the last one that stores anything compute only
+    // these.
     void find_wanted(const DecoderStep& step) {
         wanted_.clear();
         if (last_to_store_ + 1 == shape_.num_layers || step.num_rows == step.num_tokens) return;
@@ -235,7 +238,7 @@ class Decoder {
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
     Matrix projection(const LayerWeights& layer) const {
-        // If values are keys, the keys are copied to where the values belong.
+        // If values are keys, the keys are copied to the place of the values.
         const int64_t copied = layer.mixer == ATTENTION && layer.num_kv_projections == 1 ? kv_size(layer) : 0;
         return {layer.projection, shape_.hidden_size, projected_size(layer) - copied};
     }
@@ -553,11 +556,11 @@ class Decoder {
 
     // Returns x times the logistic function of y.
     static Vector times_sigmoid(Vector x, Vector y) {
-        const Vector bounded = greater_of(Vector{} - 87.0f, y);  // e^x is infinite above; a NaN stays a NaN
+        const Vector bounded = greater_of(Vector{} - 87.0f, y);  // e^-y is infinite for lower y; a NaN stays a NaN
         return x / (1.0f + exponential(-bounded));
     }
 
-    // residual += the experts' outputs times their weights, in the order of weights.
+    // residual += the experts' outputs times their weights, in the order of the weights.
     void mix_experts(const LayerWeights& layer, int64_t num_rows) {
         const int64_t hidden = shape_.hidden_size, size = shape_.experts.intermediate_size;
         multiply<T>(threads_, normed_.data(), num_rows, {layer.router, hidden, shape_.experts.num_experts},

@@ -67,7 +67,7 @@ class NativeDecoder:
         num_layers: int = 0,
     ) -> None:
         """groups: how layers share blocks. num_slots: the number of slots for recurrent states.
-        num_layers: run only this many first layers, then norm and head, to verify them; 0 runs all layers.
+        num_layers: the number of layers to run before norm and head, to verify the first ones; 0 for all.
         """
         self.block_size = pages.block_size
         self.kv_tensors = pages.tensors
@@ -169,7 +169,7 @@ _NO_MEMORY = dict.fromkeys(LayerMemory._fields[:3]) | dict.fromkeys(LayerMemory.
 
 
 def _part(part: Any, kind: type[Any], others: Collection[str] = ()) -> dict[str, int | None]:
-    """Return the addresses of a layer part's tensors by field name, None where the part or the tensor is missing."""
+    """Return the addresses of a layer part's tensors by field name, or None if the part or tensor is missing."""
     names = [each.name for each in dataclasses.fields(kind) if each.name not in others]
     return {name: _pointer(getattr(part, name, None)) for name in names}
 

@@ -13,21 +13,21 @@ from app.model.kv_cache import LayerShape, Place
 
 
 class LayerMemory(NamedTuple):
-    """One layer's keys and values, as the C++ code finds them: addresses, and heads from one block to the next."""
+    """Where the C++ code finds a layer's keys and values: their addresses, and the heads from one block to the next."""
 
     keys: int
     values: int
     scales: int | None
-    heads_in_block: int  # heads of this layer's shape that one block holds
+    heads_in_block: int  # heads of this layer's shape in one block
     scales_in_block: int  # heads that have scales in one block
 
 
 class NativeKVCache:
-    """The blocks of all layers, in units of 32 bits. In bfloat16, a unit holds two dimensions of a key, or two tokens'
-    numbers of one value dimension.
+    """The blocks of all layers, in units of 32 bits.
 
-    In int8, a unit holds as many numbers, of 8 bits each, and each token has a scale per KV head for its key and one
-    for its value. Memory is not zeroed, because a slot is read only after its sequence has written it.
+    In bfloat16, a unit stores two dimensions of a key, or one dimension of two tokens' values. In int8, a unit stores
+    as many numbers in 8 bits each, and each token has a scale per KV head for its key and one for its value. Memory is
+    not zeroed, because a slot is read only after its sequence has written it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class NativeKVCache:
         dtype: torch.dtype,
         in_int8: bool = False,
     ) -> None:
-        """Reserve memory, without its pages. `why_not` must support the arguments. dtype: the model's type."""
+        """Reserve memory, without its pages. `why_not` must return None for the arguments. dtype: the model's type."""
         self.block_size = block_size
         self.dtype = dtype
         self.keys: dict[int, torch.Tensor] = {}  # by place: [num_blocks, num_kv_heads, key_units, block_size] units
@@ -106,13 +106,13 @@ class NativeKVCache:
     def why_not(
         layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this KV memory does not support a machine or these shapes, in words; None if it does."""
+        """Return why this KV memory does not support a machine or these shapes, in words, or None."""
         if device.type != "cpu":
             return f"it runs on {device.type}"
         if dtype not in DTYPES:
             return f"its type is {dtype}"
         if block_size % LANES:
-            return f"cache.block_size is {block_size}, no multiple of {LANES}"
+            return f"cache.block_size is {block_size}, which is not a multiple of {LANES}"
         odd = {layer for layer in layers.values() if layer.value_dim % LANES or layer.key_dim % 2}
         if odd:
             sizes = " and ".join(sorted(f"{layer.key_dim} (keys), {layer.value_dim} (values)" for layer in odd))

@@ -12,7 +12,7 @@ using namespace carousel;
 
 namespace {
 
-constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers; one thread has read fewer before the others wake
+constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers; with fewer, one thread is done before the others wake
 
 // Returns a call's row with index `at`. Without a list, a call is for all rows in order.
 int64_t row_of(const int64_t* rows, int64_t at) { return rows ? rows[at] : at; }

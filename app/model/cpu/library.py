@@ -1,7 +1,7 @@
 """Builds the C++ code in this folder once, with the machine's compiler, and makes it callable through ctypes.
 
 The library is stored in the user's cache folder under a hash of everything it depends on, so later processes do not
-build it again. `python -m app.model.cpu.library` builds libraries for several classes of x86-64 CPUs, which an image
+rebuild it. `python -m app.model.cpu.library` builds libraries for several classes of x86-64 CPUs, which an image
 ships to machines without a compiler. Without a compiler and a library, models run in plain torch.
 """
 
@@ -268,7 +268,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, built if needed; on failure, log a warning and return None. Names start with `carousel_`."""
+    """Return the library, built if needed, or None after logging a warning. Its names start with `carousel_`."""
     compiler = _compiler()
     try:
         path = _built(compiler) if compiler else _built_elsewhere()
@@ -277,7 +277,7 @@ def library() -> ctypes.CDLL | None:
             return None
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("the native code cannot be built (%s): the model runs on plain torch, slower", error)
+        logger.warning("the native code cannot be built (%s): the model runs on plain torch, which is slower", error)
         return None
     for pattern, (arguments, result) in _FUNCTIONS.items():
         for name in {pattern.format(suffix) for suffix in DTYPES.values()}:
@@ -300,7 +300,7 @@ def check_layouts(native: str, structures: Iterable[type[ctypes.Structure]]) -> 
         if lines.get(name) != own.get(name):
             raise RuntimeError(
                 f"the native code and Python lay out {name} differently; the structure in C++, layouts.h and "
-                f"library.py change together. Size, then name, offset and size of each field: "
+                f"library.py must change together. Size, then name, offset and size of each field: "
                 f"C++ has {lines.get(name)!r}, Python has {own.get(name)!r}"
             )
 
@@ -334,7 +334,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def log_use_of_amx(kind: str, *sizes: int) -> None:
-    """Log whether such numbers are multiplied by AMX, and why not. sizes: the lengths of the multiplied rows."""
+    """Log whether AMX multiplies such numbers, and if not, why. sizes: the lengths of the multiplied rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
         logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)
@@ -349,10 +349,10 @@ def why_not_amx(*sizes: int) -> str | None:
     if refusal > 0:
         return f"the kernel refuses it ({os.strerror(refusal)})"
     if refusal < 0:
-        return "this compiler does not know it" if "amx_bf16" in _cpu() else "this CPU has no amx_bf16"
+        return "this compiler does not support it" if "amx_bf16" in _cpu() else "this CPU has no amx_bf16"
     amx_numbers = 32  # bfloat16 numbers in a row of a tile
     odd = sorted({size for size in sizes if size % amx_numbers})
-    return f"inputs of {', '.join(map(str, odd))} are no multiples of {amx_numbers}" if odd else None
+    return f"inputs of {', '.join(map(str, odd))} are not multiples of {amx_numbers}" if odd else None
 
 
 def in_large_pages(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
@@ -396,7 +396,7 @@ def _built(compiler: str) -> Path:
 
 
 def _built_elsewhere() -> Path | None:
-    """Return the fastest library in the cache folder, of those built for a level, that this CPU supports, or None."""
+    """Return the fastest of the libraries in the cache folder that were built for a level of this CPU, or None."""
     flags = frozenset(_cpu().split())
     fitting = (_path_for(level) for level in LEVELS if level.cpu_flags <= flags)
     return next((path for path in fitting if path.exists()), None)
@@ -414,7 +414,7 @@ def _kept(compiler: str, flags: Sequence[str], target: Path) -> Path:
     if target.exists():
         return target
     lock = locked_if_possible(
-        target.with_suffix(".lock"), without="several processes may build the native code at once"
+        target.with_suffix(".lock"), without="several processes may build the native code concurrently"
     )
     with step_within("building native code (once, about half a minute)"), lock:
         if not target.exists():

@@ -11,7 +11,7 @@ struct RowLogprobs {
     float* normaliser;  // the number that is subtracted from logits
     float* logprob;
     int64_t* rank;  // 1 if no token is likelier
-    int64_t* top_tokens;  // [num_top], the likeliest first; of equal ones, the lower id first
+    int64_t* top_tokens;  // [num_top], the likeliest first, and equal ones by ascending id
     float* top_logprobs;  // [num_top]
 };
 

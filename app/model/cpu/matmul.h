@@ -41,7 +41,7 @@ inline void read_column(const Matrix& matrix, int64_t column, float* to) {
 }
 
 // The addresses that a tile prefetches while it reads a panel, one per unit, `stride` apart; null for none. Addresses
-// past the end do no harm.
+// past the end are harmless.
 struct Ahead {
     const uint32_t* from;
     int64_t stride;

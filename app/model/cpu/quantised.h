@@ -1,7 +1,7 @@
 // Multiplies rows by a packed weight matrix of 8 or 4 bits.
 //
 // Inputs and weights are rounded in groups of inputs. A column stores a scale and a least weight for each group, and a
-// row a scale. Sums within a group are integers and therefore exact. A row's groups are added in order.
+// row stores a scale. Sums within a group are integers and therefore exact. A row's groups are added in order.
 #pragma once
 
 #include "matmul.h"

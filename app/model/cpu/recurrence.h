@@ -120,8 +120,8 @@ inline void store_numbers(const float* from, int64_t count, T* to) {
     std::memcpy(to + at, numbers, (count - at) * sizeof(T));
 }
 
-// Like `store_numbers`, but bypasses the caches for whole lines. A state is read again only in the next step, after all
-// of the model's weights, and not reading a line before it is written saves a third of the traffic.
+// Like `store_numbers`, but bypasses the caches for whole lines. A state is not read again until the next step, after
+// all of the model's weights. Not reading a line before it is overwritten saves a third of the traffic.
 inline void stream_numbers(const float* from, int64_t count, float* to) {
 #ifdef __AVX__
     if (count % LANES == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
@@ -250,7 +250,7 @@ struct HeadRows {
 // multiples of `unit`. There are just enough to give each thread several tasks, because each part prepares the keys.
 template <typename Body>
 void share_heads(ThreadPool& threads, const RecurrenceShape& shape, int64_t unit, Body&& body) {
-    constexpr int64_t TASKS = 4;  // the least tasks per thread, so that all threads end at nearly the same time
+    constexpr int64_t TASKS = 4;  // the least tasks per thread, so that all threads finish at nearly the same time
     const int64_t num_units = (shape.value_dim + unit - 1) / unit, wanted = TASKS * threads.size();
     const int64_t num_parts = std::min(num_units, (wanted + shape.num_value_heads - 1) / shape.num_value_heads);
     threads.share_runs(shape.num_value_heads * num_parts, [&](int64_t task) {
@@ -316,7 +316,7 @@ constexpr int STRIP = 4;
 constexpr int64_t STRIP_COLUMNS = STRIP * PART_LANES;
 
 // Computes one token of the gated delta rule for a strip of columns, [num_rows][STRIP_COLUMNS]. numbers: the values,
-// replaced by the outputs. A column's product with the key has two sums, of even and odd rows, to wait less for each.
+// replaced by the outputs. A column's product with the key has two sums, of even and odd rows, to shorten the latency.
 inline __attribute__((noinline)) void delta_rule_token(float* state, int64_t num_rows, const float* query, const float* key,
                                                        float decay, float beta, float* numbers) {
     FloatPart even[STRIP] = {}, odd[STRIP] = {}, change[STRIP], output[STRIP] = {};

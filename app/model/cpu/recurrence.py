@@ -1,4 +1,4 @@
-"""Recurrent operators for CPUs in C++. `TorchRecurrence` is their reference, and replaces them without a compiler."""
+"""Recurrent operators for CPUs in C++. `TorchRecurrence` is their reference, and their fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from app.model.attention import with_contiguous_rows
 from app.model.cpu.library import DTYPES, ConvolutionShape, RecurrenceShape, Strides, ThreadPool, library
-from app.model.recurrence import ACTIVATIONS, StatePieces, check_heads, check_slots
+from app.model.recurrence import ACTIVATIONS, DeltaRuleInputs, MambaInputs, StatePieces, check_heads, check_slots
 
 
 class NativeRecurrence:
@@ -21,7 +21,7 @@ class NativeRecurrence:
 
     @staticmethod
     def why_not(dtype: torch.dtype) -> str | None:
-        """Return why the C++ code does not support models of a type, in words; None if it does."""
+        """Return why the C++ code does not support models of a type, in words, or None."""
         if dtype not in DTYPES:
             return f"the C++ code supports {' and '.join(map(str, DTYPES))}, not {dtype}"
         return "there is no C++ compiler" if library() is None else None
@@ -54,51 +54,24 @@ class NativeRecurrence:
         return outputs
 
     def gated_delta_rule(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-        *,
-        scale: float,
-        normalises: bool,
+        self, given: DeltaRuleInputs, states: torch.Tensor, pieces: StatePieces, *, scale: float, normalises: bool
     ) -> torch.Tensor:
+        query, key, value, *numbers = given
         check_slots(states, torch.float32, value.shape[1], key.shape[2], value.shape[2])
         return self._over_heads(
-            "gated_delta_rule", query, key, value, (decay, beta), states, pieces, scale=scale, normalises=normalises
+            "gated_delta_rule", query, key, value, numbers, states, pieces, scale=scale, normalises=normalises
         )
 
-    def mamba1(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
+    def mamba1(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
+        inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip = given
         check_slots(states, torch.float32, inputs.shape[1], inputs_to_state.shape[1])
         # The channels form a single head.
         query, key, value = (each[:, None] for each in (state_to_outputs, inputs_to_state, inputs))
         output = self._over_heads("mamba1", query, key, value, (time_steps, decay, skip), states, pieces)
         return output[:, 0]
 
-    def mamba2(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
+    def mamba2(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
+        inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip = given
         check_slots(states, torch.float32, *inputs.shape[1:], inputs_to_state.shape[2])
         numbers = (time_steps, decay, skip)
         return self._over_heads("mamba2", state_to_outputs, inputs_to_state, inputs, numbers, states, pieces)

@@ -12,8 +12,8 @@
 namespace carousel {
 
 struct Draw {  // fields as in sampler.py: `DRAW_INTEGERS` after the position, then `DRAW_FLOATS`
-    int64_t position, seed, top_k;  // top_k 0: none
-    float temperature, top_p, min_p, top_n_sigma;  // top_n_sigma 0: none
+    int64_t position, seed, top_k;  // top_k 0 for none
+    float temperature, top_p, min_p, top_n_sigma;  // top_n_sigma 0 for none
 };
 
 typedef uint64_t Longs __attribute__((vector_size(8 * 8)));
@@ -69,7 +69,7 @@ inline Vector gumbel(uint64_t key, int64_t token) {
 
 constexpr float GREATEST_NOISE = 17.4f;  // the greatest value from 24 random bits
 
-// The last token of a prefix of the tokens, in order of falling score, with the lower token first among equal scores.
+// The last token of a prefix of the tokens, sorted by descending score and, among equal scores, by ascending id.
 struct Edge {
     float score;
     int64_t token;
@@ -161,7 +161,7 @@ inline void filter(const Draw& draw, float most, DrawScratch& scratch) {
 }
 
 // Returns the least logit that top-n-sigma keeps (Tang et al., 2024): `num_sigmas` standard deviations below the
-// greatest. Only finite logits count. Sums are in double, so that their order hardly ever changes the float.
+// greatest. Only finite logits count. Sums are in double, so that their order hardly ever changes the result.
 inline float least_near_greatest(const float* logits, int64_t vocab_size, float num_sigmas) {
     typedef double Doubles __attribute__((vector_size(LANES * 8)));
     const Vector infinite = Vector{} + std::numeric_limits<float>::infinity();
@@ -242,7 +242,7 @@ struct Adjustments {
     const float* biases;
     const int64_t* banned;
     int64_t num_banned;
-    int64_t mask;  // index of the mask; -1: none
+    int64_t mask;  // index of the mask, or -1 for none
 };
 
 // Performs the operations of `sampler.adjust` in the same order. logits: [vocab_size].

@@ -44,7 +44,7 @@ class NativeSampler(Sampler):
         logits = logits.float().contiguous()
         where = _rows_at(rows)
         masks = joined_masks(items)
-        # Keeps the arrays alive until the call returns.
+        # Keep the arrays alive until the call returns.
         banned = [array("q", () if item.matcher else item.banned_token_ids) for item in items]
         numbers: list[float] = []
         num_masks = 0
@@ -83,7 +83,7 @@ def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
 
 
 def _rows_at(rows: Sequence[int]) -> torch.Tensor | None:
-    """Return indices of rows, [num_rows] int64; None for a range, which must be the first rows in order."""
+    """Return indices of rows, [num_rows] int64, or None for a range, which must be the first rows in order."""
     if isinstance(rows, range):
         assert rows == range(len(rows)), f"{rows} leaves rows out"
         return None

@@ -1,9 +1,9 @@
 """Shares packed weights among the processes of a machine: the first process packs them, later ones map them.
 
 The memory is an anonymous file (memfd) in large pages. Its name includes a digest of everything that the packed weights
-depend on. A process finds the file by this name among the open files of the user's processes; it exists as long as one
-of them has it open. A complete file is sealed, so that nobody can write to it, and only sealed files are mapped. A
-process that ends while it packs leaves nothing behind.
+depend on. A process finds the file by this name among the open files of the user's processes. The file exists as long
+as one of them has it open. A complete file is sealed, so that nobody can write to it, and only sealed files are mapped.
+A process that ends while it packs leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Pack = Callable[[Allocate], NativeWeights]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which processes share weights: all of a NUMA node that pass the same digest."""
+    """Which processes share weights: all those on a NUMA node that pass the same digest."""
 
     digest: str  # of the model's files and everything else that the packed weights depend on
     folder: Path  # for a lock file, so that only one process packs at a time
@@ -62,18 +62,18 @@ class Sharing:
 def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
     """Return weights that another process has packed, or pack them. Falls back to private memory if sharing fails.
 
-    The memory is unmapped with the last tensor in it. pack: packs the weights with the allocator that is passed to it.
+    The memory is unmapped with the last tensor in it. pack: packs the weights with the allocator that it receives.
     sharing: None to share with no other process.
     """
     try:
         return _weights_in(_packed(pack, _NAME) if sharing is None else _found_or_packed(pack, sharing))
     except OSError as error:
-        logger.warning("weights: not shared, in this process's own memory, because shared memory fails: %s", error)
+        logger.warning("weights are stored in this process's own memory, because shared memory failed: %s", error)
         return pack(in_large_pages)
 
 
 def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
-    """Return a descriptor of a complete file, which only processes on the same NUMA node share."""
+    """Return a descriptor of a complete file, which is shared only within a NUMA node."""
     name = "-".join(filter(None, (_NAME, sharing.digest, numa_nodes_of_thread())))
     without = "replicas that start at the same time do not share their weights"
     with locked_if_possible(sharing.folder / f"{name}.lock", without=without, waiting=_waiting):
@@ -97,7 +97,7 @@ def _packed(pack: Pack, name: str) -> int:
 
 
 def _weights_in(descriptor: int) -> NativeWeights:
-    """Return views of a complete file. It stays open, so that other processes can find it, until the last view dies."""
+    """Return views of a complete file, which stays open for other processes to find until the last view is freed."""
     num_bytes, layout = _layout_in(descriptor)
     addresses = _Addresses(num_bytes)
     addresses.map(descriptor)
@@ -107,8 +107,8 @@ def _weights_in(descriptor: int) -> NativeWeights:
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    logger.info("weights: another process packs them; waiting for it")
-    with step_within("waiting for the weights, which another replica loads"):
+    logger.info("weights: waiting for another process, which is packing them")
+    with step_within("waiting for the weights, which another replica is loading"):
         yield
 
 
@@ -231,7 +231,7 @@ def _target_of(link: str) -> str | None:
 
 
 def _mapped(address: int | None, num_bytes: int, protection: int, descriptor: int = -1, offset: int = 0) -> int:
-    """Map a file, or private memory without a descriptor. Replaces any mapping at `address`. Raises OSError."""
+    """Map a file, or private memory if there is no descriptor. Replaces any mapping at `address`. Raises OSError."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE if descriptor < 0 else mmap.MAP_SHARED
     flags = kind if address is None else kind | _MAP_FIXED
     found: int | None = _libc.mmap(address, num_bytes, protection, flags, descriptor, offset)

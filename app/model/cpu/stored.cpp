@@ -11,7 +11,7 @@ namespace {
 
 // ------------------------------------------------------------------ ggml's blocks
 
-// ggml's numbers of its types, as in `GGMLQuantizationType` of the gguf package.
+// ggml's numbers for its types, as in `GGMLQuantizationType` of the gguf package.
 enum Type : int64_t { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23 };
 
 struct Format {
@@ -253,8 +253,8 @@ inline WordsPart load_part(const uint32_t* from) {
     return words;
 }
 
-// Converts float16 in the lower half of each word to float32. Scales are often denormal, with which some CPUs compute
-// slowly.
+// Converts float16 in the lower half of each word to float32. Scales are often denormal, and some CPUs
+// compute slowly with denormal numbers.
 inline FloatPart from_halves(WordsPart bits) {
 #if defined(__AVX512F__)
     return (FloatPart)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
@@ -480,7 +480,7 @@ void multiply_rows(StripKind kind, const uint32_t* from, const StoredRows& input
 void multiply_strip(const Strip& strip, const uint32_t* from, int rows, const StoredRows& inputs, int64_t num_inputs,
                     int half, Vector (*sums)[2]) {
     const auto kind = StripKind(strip.kind);
-    // There is code only for some numbers of rows, because each takes seconds to compile. Others compute extra rows.
+    // Only some numbers of rows have code, because each takes seconds to compile. Other numbers compute extra rows.
 #define CASE(ROWS)                                   \
     if constexpr (ROWS <= STRIP_ROWS)                \
         if (rows <= ROWS) return multiply_rows<ROWS>(kind, from, inputs, num_inputs, half, sums);

@@ -46,7 +46,7 @@ class StoredMatrix:
         return self.pieces[0].blocks.new_zeros(shape, dtype=dtype or self.dtype)
 
     def in_runs(self, size: int, order: Callable[[int], Iterable[int]]) -> StoredMatrix:
-        """Return the matrix with its runs of `size` rows reordered. order: maps their number to the new order."""
+        """Return the matrix with its runs of `size` rows reordered. order: maps the number of runs to their order."""
         [piece] = self.pieces
         runs = torch.split(piece.blocks, size)
         return StoredMatrix(
@@ -78,9 +78,9 @@ def can_be_stored(kind: int) -> bool:
 
 
 def form_of(kind: int) -> int:
-    """Return the C++ code's bit for the way in which it rounds the inputs of such a matrix."""
+    """Return the C++ code's bit for how it rounds inputs for matrices of a type."""
     code = library()
-    assert code is not None, "such a matrix is only computed in native code"
+    assert code is not None, "only native code multiplies stored matrices"
     form: int = code.carousel_stored_form(kind)
     return form
 
@@ -115,7 +115,7 @@ class Layout:
             kind, blocks = self._strips[-1]
             self._strips.append(FileRows(kind, blocks[:0]))
         code = library()
-        assert code is not None, "such a matrix is only computed in native code"
+        assert code is not None, "only native code multiplies stored matrices"
         self.num_lines = -(-2 * len(self._strips) // LINE)
         self._first_lines = []
         for strip in self._strips:

@@ -27,7 +27,7 @@ class ThreadPool {
   public:
     explicit ThreadPool(int size)
         : size_(size), members_(size), runs_{std::vector<Run>(size * MAX_LOOPS), std::vector<Run>(size * MAX_LOOPS)} {
-        amx::refusal();  // asks for permission, which threads inherit that start later
+        amx::refusal();  // asks for permission, which threads that start later inherit
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
             threads_.emplace_back([this, cpus, member] {
@@ -195,8 +195,8 @@ class ThreadPool {
         }
     }
 
-    // Returns the CPUs to pin threads to. A pool with a thread for every CPU is pinned, as the kernel sometimes puts two
-    // threads on one CPU while others wait. A smaller pool is not, because other pools would use the same CPUs.
+    // Returns the CPUs to pin threads to. A pool with a thread for every CPU is pinned, because the kernel sometimes
+    // puts two threads on one CPU while others wait. A smaller pool is not, because other pools would use the same CPUs.
     static std::vector<int> allowed_cpus() {
         std::vector<int> cpus;
 #ifdef __linux__

@@ -1,7 +1,8 @@
 """Records that a model has been verified, so that its next start need not import transformers' model code.
 
-That import takes longer than torch's, and a model that the C++ decoder supports needs it only to be verified. A record
-is valid for the same model files, native library and versions. If any of these changes, the model is verified again.
+Importing that code takes longer than importing torch, and only the verification of a model for the C++ decoder needs
+it. A record is valid for the same model files, native library and versions. If any of these changes, the model is
+verified again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def write_verified(file: Path, verified: VerifiedModel) -> None:
         temporary.write_bytes(_VERIFIED_MODEL.dump_json(verified))
         temporary.replace(file)
     except OSError as error:
-        logger.warning("the model's next start will verify it again: %s cannot be written: %s", file, error)
+        logger.warning("the model will be verified again at its next start: %s cannot be written: %s", file, error)
 
 
 def digest_of_files(location: Path, *others: object) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PANEL = 2 * LANES  # columns of a packed matrix that are computed together; must match the C++ sources
-BITS = {"none": 0, "int8": 8, "int4": 4}  # bits of a weight, by model.quantization; 0: the model's type
+BITS = {"none": 0, "int8": 8, "int4": 4}  # bits of a weight, by model.quantization; 0 for the model's type
 _HEAD_BITS = 8  # for the head and tables if layers are quantised; must match the C++ sources
 GROUPS = {8: 64, 4: 32}  # inputs that share a scale, by bits; must match the C++ sources
 # Used in place of bits if matrices keep the types of a GGUF file. Also the lowest bit of `NativeWeights.weight_bits`.
@@ -110,7 +110,7 @@ class NativeDeltaRulePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePerLayerPart:
-    """The weights with which a layer gates its per-layer inputs by the residual, and adds them to it."""
+    """The weights that gate a layer's per-layer inputs by the residual and add them to the residual."""
 
     per_layer_gate: PlacedTensor
     per_layer_projection: PlacedTensor
@@ -154,13 +154,13 @@ class NativeWeights:
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None if tied, when rows are read from the head
+    embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None if tied, so that rows are read from the head
     per_layer_inputs: NativePerLayerInputs | None
     final_norm: PlacedTensor  # float32
     head: PlacedTensor
     dtype: PlacedDtype  # the type of everything that is not quantised
     # Bits of the layers' matrices, or 0 if no matrix is quantised. Below 4, matrices keep the types of a GGUF file, and
-    # the bits of this number tell how inputs are rounded, see `form_of`.
+    # the bits of this number encode how inputs are rounded, see `form_of`.
     weight_bits: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -168,7 +168,7 @@ class NativeWeights:
         yield from _tensors_of(self)
 
     def layout(self, memory: ctypes.Array[Any]) -> bytes:
-        """Return a description of where the tensors are in `memory`, which must hold all of them, for `weights_at`."""
+        """Return a description of where the tensors are in `memory`, which must contain them all, for `weights_at`."""
         return _NATIVE_WEIGHTS.dump_json(self, context=memory)
 
 
@@ -207,7 +207,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         getattr(config, "hidden_size_per_layer_input", None) or 0,
     )  # fmt: skip
     odd = [n for n in sizes if n % LANES]
-    return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not" if odd else None
+    return f"sizes must be multiples of {LANES}, but {', '.join(map(str, odd))} are not" if odd else None
 
 
 class Allocate(Protocol):
@@ -326,7 +326,7 @@ class _Packing:
         return self.side_by_side(1, weights, bits=bits)[0]
 
     def side_by_side(self, count: int, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
-        """Allocate one memory for `count` joined matrices, as one may be smaller than a large page. Pack the first."""
+        """Allocate `count` joined matrices at once, because one may be smaller than a large page. Pack the first."""
         bits = self._bits if bits is None else bits
         shape, device = self._shape(weights, bits), weights[0].device
         packed = self._allocate(count, *shape, dtype=torch.int32, device=device)
@@ -408,7 +408,7 @@ _CONVOLUTIONS: dict[Mixer, str] = {"short_convolution": "conv.conv", "gated_delt
 
 
 def _norm(weights: Weights, pack: _Packing, settings: DecoderSettings, name: str) -> torch.Tensor | None:
-    """Return a norm's weight as float32, including the architecture's offset; None if the layer has no such norm."""
+    """Return a norm's weight as float32, including the architecture's offset, or None if the layer lacks the norm."""
     weight = weights(f"{name}.weight") if name else None
     return None if weight is None else pack.in_float32(weight.float() + settings.described.norm_offset)
 

@@ -3,7 +3,7 @@
 `adapters.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
 All rows of a tile use the same adapter. The kernels read tiles, ranks and matrices from the device, and the grid covers
-the largest possible number of tiles, so one captured launch serves every mix of adapters; a program without work reads
+the largest possible number of tiles, so one captured launch serves every mix of adapters. A program without work reads
 two numbers and returns. Tiles have a fixed size and are summed in a fixed order, so the bits of a row do not depend on
 the other rows.
 

@@ -1,6 +1,6 @@
-"""LoRA adapters (Hu et al., 2021) of the decoder for CUDA: adds rows × down × up to each matrix product.
+"""LoRA adapters (Hu et al., 2021) in the CUDA decoder: adds rows × down × up to each matrix product.
 
-All adapter matrices lie in slots that are allocated once, at start-up, so a captured step finds them at the same
+All adapter matrices are stored in slots that are allocated once, at startup, so a captured step finds them at the same
 addresses whichever adapters are loaded. Rows with the same adapter are grouped into tiles. Each product needs one
 launch for `down` and one for `up`, like the grouped products of Punica (Chen et al., 2023, arXiv 2310.18547) and S-LoRA
 (Sheng et al., 2023, arXiv 2311.03285). The speed has not been measured on a GPU yet.
@@ -42,7 +42,7 @@ _TILE_ROWS = _TILE_RANKS = 16  # the smallest size that matrix instructions supp
 _TILE_COLUMNS = 128
 _RANK = 5  # the rank of the adapter in `difference`; not a multiple of a tile, to test the masks
 _TILE_DEPTH_BYTES = 256
-# Inputs that one program sums up. Must not depend on the step: another split would change the bits of a row.
+# Inputs that one program sums. Must not depend on the step, because a different split would change a row's bits.
 _SPLIT = 2048
 
 
@@ -89,7 +89,7 @@ class _StackedUpdates:
         )
 
     def write(self, slot: int, updates: Sequence[LowRankUpdate | None]) -> None:
-        """Copy one adapter's updates to a slot. updates: one for each part, on the host; None for an unchanged part."""
+        """Copy one adapter's updates to a slot. updates: one on the host for each part, or None for unchanged parts."""
         ups = torch.split(self.up[slot], list(self.outputs))
         for part, (update, up) in enumerate(zip(updates, ups, strict=True)):
             self.ranks[part, slot] = 0 if update is None else update.rank
@@ -100,7 +100,7 @@ class _StackedUpdates:
 
 
 class AdapterSlots:
-    """The memory of a model's adapters, and the products with their matrices. Any thread may load and free adapters.
+    """Stores a model's adapters, and multiplies rows by their matrices. Any thread may load and free adapters.
 
     A rank stores only its part of each adapter.
     """
@@ -119,10 +119,10 @@ class AdapterSlots:
             if known:
                 self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
         self._free = list(reversed(range(num_slots)))
-        # All writes share one stream: torch has a pool of 32 streams, and a new one could be the stream of a capture.
+        # All writes share one stream: torch has a pool of 32 streams, and a new one could be a capture's stream.
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._writing = threading.Lock()
-        self._late: dict[int, AdapterWeights] | None = None  # by slot: adapters to write in `resume`; None: awake
+        self._late: dict[int, AdapterWeights] | None = None  # adapters to write in `resume`, by slot; None while awake
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for each in self._stacked.values():
@@ -159,7 +159,7 @@ class AdapterSlots:
                 self._late[slot] = part
 
     def free(self, adapter: SlottedAdapter) -> None:
-        """Free an adapter's slot. No later step may use the adapter; launched steps may still run."""
+        """Free an adapter's slot. No later step may use the adapter, but launched steps may still be running."""
         if (late := self._late) is not None:
             late.pop(adapter.slot, None)
         self._free.append(adapter.slot)
@@ -225,7 +225,7 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def difference(self, *, has_fp8: bool) -> str | None:
-        """Describe how the kernels differ from plain torch, or return None if they differ only by rounding.
+        """Describe how the kernels' results differ from plain torch's, or return None if they differ only by rounding.
 
         Runs one product of each size, in which two of three rows use an adapter. Overwrites slot 0, so no adapter may
         be loaded. has_fp8: whether the inputs of the products are in FP8.
@@ -258,7 +258,7 @@ class AdapterSlots:
         return None
 
     def _max_tiles(self, num_tokens: int) -> int:
-        """Return the largest number of tiles: each adapter's last tile may be short, but every tile has a row."""
+        """Return the largest possible number of tiles. An adapter's last tile may be short, but none is empty."""
         return min(num_tokens, -(-num_tokens // _TILE_ROWS) + self.num_slots)
 
     def _write(self, slot: int, weights: AdapterWeights) -> None:

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA with our own Triton kernels (`kernels.py`). Needs only torch with CUDA and its Triton.
+"""Paged attention on CUDA with our own Triton kernels (`kernels.py`). Requires only torch with CUDA and its Triton.
 
 For sequences with one token in a step, the decode kernel splits the keys among programs (Flash-Decoding). For longer
 pieces, the prefill kernel tiles the tokens (FlashAttention). Both read queries from the packed row, and keys and values
@@ -29,8 +29,8 @@ Segment = tuple[int, int, int, int]
 _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
 _ROWS_OF_FLOAT32 = 16  # float32 products do not use tensor cores, and more rows would not fit into the registers
-LARGEST_TILE = 64  # keys; kernels load a window from the start of the tile that holds its first key
-# With `batch_invariant`, most tiles hold a single token. With more rows, computing would take longer than loading keys.
+LARGEST_TILE = 64  # keys; kernels load a window from the start of the tile that contains its first key
+# With `batch_invariant`, most tiles contain one token. With more rows, computing would take longer than loading keys.
 _ROWS_OF_SINGLE = 64
 _PROGRAMS_PER_SM = 16  # the most decode programs per multiprocessor; short sequences have fewer splits to run
 
@@ -61,17 +61,17 @@ class TritonAttention:
         """Allocate `num_blocks` blocks for at most `max_rows` sequences in a step, of up to `max_blocks` blocks each.
 
         layers: the shapes that a block stores, by place in the block. With a single group, places are layer indices.
-        split_tokens: keys in a split; more if a sequence would need over `max_splits` splits. Both are powers of two.
+        split_tokens: keys in a split, or more to keep a sequence within `max_splits` splits. Both are powers of two.
         dtype: the type of stored keys and values: the model's type or FP8.
         """
         assert split_tokens >= _MIN_DOT, f"a split of {split_tokens} keys is smaller than a tile"
-        assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is no power of two"
-        assert max_splits == padded(max_splits, 1), f"{max_splits} is no power of two"
+        assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is not a power of two"
+        assert max_splits == padded(max_splits, 1), f"{max_splits} is not a power of two"
         self.block_size = block_size
         self.groups = groups
         self.batch_invariant = batch_invariant
         self.device = device
-        self.scratch_slot = num_blocks * block_size  # the first slot of an extra block for tokens of no sequence
+        self.scratch_slot = num_blocks * block_size  # the first slot of an extra block for padding tokens
         self.cache = KVCache(layers, num_blocks=num_blocks + 1, block_size=block_size, dtype=dtype, device=device)
         self.kv_tensors = self.cache.tensors
         self.tables = BlockTables(
@@ -196,7 +196,7 @@ class TritonStep:
         return self._attended(launch)
 
     def attend_written(self, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-        """Attend like `attend`, but expect that the caller has written the new tokens' keys and values to `slots`."""
+        """Attend like `attend`, after the caller has written the new tokens' keys and values to `slots`."""
         return self._attended(_Launch(self._attention, layer, query, rules))
 
     def _attended(self, launch: _Launch) -> torch.Tensor:
@@ -248,7 +248,7 @@ class _Launch:
         )
         self._attend: dict[str, Any] = {
             **self._shape,
-            # The factor log2(e) is there because the kernels use powers of two. The cap is tanh(x / softcap) * softcap.
+            # The kernels use powers of two, hence the factor log2(e). The cap is tanh(x / softcap) * softcap.
             "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
             "cap": (rules.softcap or 0.0) * _LOG2_E,
             "window": self._window,
@@ -322,7 +322,7 @@ def _columns(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
 
 
 def padded(size: int, smallest: int) -> int:
-    """Return the next power of two, at least `smallest`, because Triton's tiles need powers of two as sizes."""
+    """Return the next power of two, at least `smallest`, because sizes of Triton's tiles must be powers of two."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 

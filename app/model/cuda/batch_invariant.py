@@ -1,10 +1,10 @@
 """Makes a forward pass on CUDA batch-invariant: no bit of a row depends on the other rows of the step.
 
-Libraries choose tiles and the order of sums by the number of rows, so the last bits of a request's logits change with
+Libraries choose tiles and the order of sums by the number of rows, so the last bits of a request's logits depend on
 the rest of its batch. This module replaces every summing operator of a forward pass with a kernel that sums in one
-fixed order, after "Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025). Its
+fixed order, as in "Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025). Its
 batch_invariant_ops replace the operators in the whole process; the dispatch mode here replaces them only during the
-forward pass. The mode takes time in Python, but captured steps spend that time only once, at their capture.
+forward pass. The mode adds overhead in Python, which captured steps incur only once, during the capture.
 
 Torch's own kernels for layer and RMS norms, softmax and elementwise operators already compute row by row.
 """
@@ -80,7 +80,7 @@ def invariant_mean(
     """Return the mean over the last dimension. Raises UnsupportedModel for any other dimensions."""
     if dims is None or [dim % values.dim() for dim in dims] != [values.dim() - 1]:
         raise UnsupportedModel(
-            f"batch_invariant: the model takes a mean over dimensions {dims}, not over the last alone"
+            f"batch_invariant: the model takes a mean over dimensions {dims}, not just over the last"
         )
     values = values.contiguous()
     means = torch.empty(values.shape[:-1], dtype=dtype or values.dtype, device=values.device)
@@ -98,12 +98,12 @@ def _product(
 ) -> torch.Tensor:
     """Multiply [num_batches, num_rows, depth] by [num_batches, depth, num_columns].
 
-    dtype: the type of the output; None for the type of the operands.
+    dtype: the type of the output, or None for the type of the operands.
     """
     num_batches, num_rows, depth = left.shape
     num_columns = right.shape[2]
     output = left.new_empty(num_batches, num_rows, num_columns, dtype=dtype)
-    # The tiles depend on the type alone, never on the shapes. 64 rows are one wgmma; float32 gets half the depth.
+    # The tiles depend on the type alone, never on the shapes. 64 rows are one wgmma; float32 uses half the depth.
     tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // output.element_size()}
     grid = (-(-num_rows // tiles["tile_rows"]), -(-num_columns // tiles["tile_columns"]), num_batches)
     kernels_of(_KERNELS, left.device).matmul_kernel[grid](

@@ -12,7 +12,7 @@ from app.model.inputs import to_device
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence's row in the table. Holds a reference to the list of block ids, so no new list can get its `id`."""
+    """A sequence's row in the table. Keeps the list of block ids alive, so that no new list can have its `id`."""
 
     index: int
     block_ids: list[int]
@@ -22,14 +22,14 @@ class _Row:
 class BlockTables:
     """Stores a row of block ids for each recently computed sequence.
 
-    A decoding sequence gains a block every `block_size` steps, so a step usually sends only a few numbers. The identity
-    of its list of block ids identifies a sequence: the scheduler never shortens a list, and replaces it when it takes
-    the blocks back. With several groups of layers, a sequence has a list and a row for each group.
+    A decoding sequence gains a block every `block_size` steps, so a step usually sends only a few numbers. A sequence
+    is identified by the identity of its list of block ids: the scheduler never shortens a list, and replaces it when it
+    frees the blocks. With several groups of layers, a sequence has a list and a row for each group.
     """
 
     def __init__(self, *, max_rows: int, max_blocks: int, scratch_block: int, device: torch.device) -> None:
         """Allocate the table for at most `max_rows` lists in a step, of up to `max_blocks` blocks each."""
-        self.scratch_row = max_rows  # the row for tokens of no sequence; contains only the scratch block
+        self.scratch_row = max_rows  # the row for tokens that belong to no sequence; contains only the scratch block
         self.tensor = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.tensor[self.scratch_row] = scratch_block
         self._free = list(reversed(range(max_rows)))

@@ -19,7 +19,7 @@ from app.model.cuda.adapters import AdaptedRows, AdapterSlots
 from app.model.cuda.attention import PaddedPieces, Segment, StepRows, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
 
-# Larger decode steps run so long that the time of their launches does not matter.
+# Larger decode steps run so long that launch times do not matter.
 _MAX_ROWS = 512
 # With more tokens, the GPU computes a step for longer than the host needs to launch the next step.
 _MAX_TOKENS = 2048
@@ -46,7 +46,7 @@ def decode_size(num_rows: int) -> StepSize:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes of decode steps to capture, in sequences. Small sizes are dense, as padding costs most there."""
+    """Return the sizes of decode steps to capture, in sequences. Small sizes are dense: padding costs most there."""
     largest = min(max_rows, _MAX_ROWS)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)]
     return (*(size for size in ladder if size < largest), largest)
@@ -55,7 +55,7 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes that must fit into memory for any graphs to be used, in the order of their capture.
 
-    Padding to powers of two at most doubles a step. The largest size comes first, because the others reuse its memory.
+    Padding to powers of two at most doubles a step. The largest size comes first, because the rest reuse its memory.
     """
     return tuple(sorted({sizes[-1], *(size for size in sizes if size.bit_count() == 1)}, reverse=True))
 
@@ -154,7 +154,7 @@ class CapturedInputs:
 def padded_columns(
     packed: PackedColumns, single: Sequence[Sequence[Segment]], *, size: StepSize, scratch_slot: int, scratch_row: int
 ) -> list[list[int]]:
-    """Return the inputs of a step as columns, padded with tokens and segments of no sequence.
+    """Return the inputs of a step as columns, padded with spare tokens and segments.
 
     The columns are token ids, positions, indices of the tokens with logits, then slots for each group of layers, then
     segments of single tokens for each group, [4 * num_rows] (see `kernels.py`). single: the unpadded segments by group.

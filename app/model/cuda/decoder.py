@@ -131,7 +131,7 @@ class CudaDecoder:
         return self._summed(output)
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, in place: each rank has computed some heads, or some columns of the MLP."""
+        """Sum over all ranks in place, because each rank computes only some heads or some columns of the MLP."""
         if self._group is not None:
             self._group.all_reduce(part)
         return part
@@ -199,7 +199,7 @@ def num_kernels_of(weights: CudaWeights) -> int:
 
 
 def _pointers(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pointers to values and scales. Rows without scales repeat the values, as kernels need some pointer."""
+    """Return pointers to values and scales. Rows without scales repeat the values, because kernels need a pointer."""
     return rows if isinstance(rows, Fp8Rows) else (rows, rows)
 
 

@@ -1,4 +1,4 @@
-"""Copies blocks between a GPU's KV memory and pinned host memory, from any thread, while steps run.
+"""Copies blocks between a GPU's KV memory and pinned host memory, from any thread, while steps are running.
 
 Each layer stores its part of a block in two tensors, so copying tensor by tensor would need about a hundred launches
 per block. Instead, one kernel copies all parts, as in LMCache (Liu et al., 2025, arXiv 2510.09665). The speed has not
@@ -25,14 +25,14 @@ class DeviceBlocks(BlockMemory):
     """Gives any thread access to the blocks of a GPU's KV memory, except between `suspend` and `resume`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy block 0 out and back once to compile the kernel. Each tensor's first dimension counts the blocks."""
+        """Copy block 0 out and back once to compile the kernel. Each tensor's first dimension is the block."""
         self._tensors = tensors
         self._device = tensors[0].device
         self._kernels = kernels_of("block_kernels", self._device)
         self._sizes = [each.nbytes // len(each) // _WORD_BYTES for each in tensors]
         self.block_bytes = sum(self._sizes) * _WORD_BYTES
         self._lock = threading.Lock()
-        self._table: torch.Tensor | None = None  # None while the memory is given up
+        self._table: torch.Tensor | None = None  # None while the memory is freed
         self.resume()
         buffer = self.new_buffer()
         with self.copies() as copies:
@@ -44,7 +44,7 @@ class DeviceBlocks(BlockMemory):
         return self._table is not None
 
     def suspend(self) -> None:
-        """Refuse all copies until `resume`. Call before the memory is freed; blocks until a running copy is done."""
+        """Reject all copies until `resume`. Call before the memory is freed. Blocks until a running copy is done."""
         with self._lock:
             self._table = None
 

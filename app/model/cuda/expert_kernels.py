@@ -3,10 +3,10 @@
 `experts.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
 An *assignment* is one token at one of its experts, numbered token * num_chosen + the rank of the expert. Each expert
-has a list of assignments, and its matrices are multiplied with tiles of that list. The tiles are found on the device,
-so the number and the sizes of launches follow from the number of tokens alone. Programs append to a list in any order,
-which only decides where in a tile a row lies: all tiles have one size, and sums over the depth run in a fixed order, so
-the bits of a row do not depend on the other rows of the step.
+has a list of assignments, and its matrices are multiplied with tiles of that list. The tiles are computed on the
+device, so the number and the sizes of launches follow from the number of tokens alone. Programs append to a list in any
+order, which only determines a row's place in a tile. All tiles have one size, and sums over the depth run in a fixed
+order, so the bits of a row do not depend on the other rows of the step.
 
 Triton evaluates annotations, so this module cannot use `from __future__ import annotations`. `widen` is set for
 Triton's interpreter, which cannot multiply matrices of bfloat16.
@@ -35,7 +35,7 @@ def route_kernel(
     row = scores + token.to(tl.int64) * (num_routed + (num_shared > 0))
     at = tl.arange(0, experts_padded)
     score = tl.load(row + at, mask=at < num_routed, other=0.0).to(tl.float32)
-    # NaN and infinity become 0, so that such a token still gets distinct experts: a list has room for each token once.
+    # NaN and infinity become 0, so that the token still gets distinct experts: a list has room for each token once.
     score = tl.where(tl.abs(score) < float("inf"), score, 0.0)
     score = tl.where(at < num_routed, score, float("-inf"))
     likely = tl.exp(score - tl.max(score, 0))
@@ -65,7 +65,7 @@ def route_kernel(
 
 @triton.jit
 def _place_of_tile(lengths, tile, num_experts: tl.constexpr, experts_padded: tl.constexpr, tile_rows: tl.constexpr):
-    """Return a tile's expert, its start in the expert's list, and the list's length. A spare tile gets (…, 0, 0)."""
+    """Return a tile's expert, its start in the expert's list, and the list's length. Spare tiles get (…, 0, 0)."""
     at = tl.arange(0, experts_padded)
     length = tl.load(lengths + at, mask=at < num_experts, other=0)
     tiles = (length + tile_rows - 1) // tile_rows

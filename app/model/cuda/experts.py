@@ -4,7 +4,7 @@ In bfloat16 on Hopper, if each expert has many rows, torch's grouped product rep
 for prompts: it needs sorted rows, which cost more launches, and its tiles depend on the number of rows, so it is never
 used with `batch_invariant`. Our kernels (`expert_kernels.py`) have neither limit.
 
-A shared expert, which computes every token, is cut into pieces of the size of a routed expert.
+A shared expert, which processes every token, is cut into pieces of the size of a routed expert.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ExpertMixture:
     def __init__(self, settings: ExpertSettings, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._settings = settings
         # Before Hopper, torch multiplies one group after the other and waits for the device. Devices other than CUDA
-        # use the grouped product as an H100 does, so that a plan on the meta device is that of an H100.
+        # use the grouped product as an H100 does, so that memory planned on the meta device is that of an H100.
         is_grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
         self._groups = is_grouped and not batch_invariant
         self._widen = device.type == "cpu"
@@ -59,7 +59,7 @@ class ExpertMixture:
         is_even = size % _GROUPED_UNIT == inner % _GROUPED_UNIT == 0 and x.dtype is torch.bfloat16
         if self._groups and is_even and shares.numel() >= _FEWEST_GROUPED_ROWS * num_experts:
             return _grouped(x, gate_up, down, lists, lengths, shares)
-        # The largest possible number of tiles: each expert's last tile may be short, but every tile has a row.
+        # The largest possible number of tiles. An expert's last tile may be short, but every tile has a row.
         num_tiles = min(shares.numel(), -(-shares.numel() // _TILE_ROWS) + num_experts)
         options = {
             "num_experts": num_experts, "experts_padded": padded(num_experts, 1), "tile_rows": _TILE_ROWS,

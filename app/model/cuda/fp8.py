@@ -27,7 +27,7 @@ LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 
 
 class Fp8Rows(NamedTuple):
-    """FP8 numbers with a scale for each row. A row holds the weights of an output or the inputs of a token."""
+    """FP8 numbers with a scale for each row. A row contains the weights of an output or the inputs of a token."""
 
     values: torch.Tensor  # [num_rows, size]
     scales: torch.Tensor  # [num_rows, 1] float32
@@ -64,7 +64,7 @@ def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
 
 
 def plain(rows: Rows) -> torch.Tensor:
-    """Return rows that the caller knows not to be in FP8, typed as a tensor."""
+    """Return rows as a tensor. They must not be in FP8."""
     assert isinstance(rows, torch.Tensor), "these rows are not in FP8"
     return rows
 
@@ -76,8 +76,8 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
     """
     if isinstance(weight, torch.Tensor):
         return functional.linear(plain(inputs), weight, bias)
-    assert isinstance(inputs, Fp8Rows), "`empty_inputs` with this weight has made the inputs"
-    # `use_fast_accum` would sum in fewer bits on Hopper, and would not speed up decode steps, which wait for memory.
+    assert isinstance(inputs, Fp8Rows), "the inputs must come from `empty_inputs` with this weight"
+    # `use_fast_accum` would sum in fewer bits on Hopper, without speeding up decode steps, which are bound by memory.
     return torch._scaled_mm(
         inputs.values, weight.values.t(), scale_a=inputs.scales, scale_b=weight.scales.t(), bias=bias,
         out_dtype=torch.bfloat16,
@@ -87,14 +87,14 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
 def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
     """Return why a device cannot compute in FP8, or None if it can. on_a_cpu: the settings to suggest for a CPU."""
     if not TritonAttention.fits(device):
-        return f"it runs on {device.type}; a CPU has {on_a_cpu}"
+        return f"it runs on {device.type}; a CPU supports {on_a_cpu}"
     if device.type != "cuda":
         return None  # a CPU with Triton's interpreter
     found = torch.cuda.get_device_capability(device)
     if found >= LEAST_CAPABILITY:
         return None
     least, own = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, found))
-    return f"{torch.cuda.get_device_name(device)} has compute capability {own}, and FP8 needs {least} or more"
+    return f"{torch.cuda.get_device_name(device)} has compute capability {own}, but FP8 needs {least} or higher"
 
 
 def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:

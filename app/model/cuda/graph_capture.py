@@ -21,19 +21,18 @@ class CudaCapture:
         self._device = device
         self.renew()
         # Warm-ups and captures share one stream, because cuBLAS allocates a workspace of some 32 MiB for each stream.
-        # Nothing else uses this stream: if a graph of another owner on the stream is destroyed, torch frees the
+        # Nothing else uses this stream: when another owner's graph on the stream is destroyed, torch frees the
         # workspace although the remaining graphs use it (pytorch issue 193402).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def renew(self) -> None:
-        """Start a new memory pool. Needed after all graphs are destroyed, because their pool cannot be used again."""
+        """Start a new memory pool. Needed after all graphs are destroyed, because their pool cannot be reused."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Record the device work of `function`. Returns a function that replays the work and returns the same tensor.
 
-        Raises:
-            RuntimeError: `function` waits for the device or reads from the device.
+        Raises RuntimeError if `function` waits for the device or reads from the device.
         """
         stream = torch.cuda.current_stream(self._device)
         # Restore the current stream in any case: a failed capture leaves its own stream current.

@@ -5,8 +5,8 @@ sizes, so a step is padded to the next of a few captured sizes (`captured_inputs
 at fixed addresses, and the captured work is replayed. Decode steps are captured, and so are steps with prompts up to a
 certain size. Larger steps, and steps that score prompts or compute embeddings, run eagerly.
 
-All work runs on one stream, in order. A step may therefore be launched while the previous step still runs, and reads
-the tokens that the previous step draws on the device.
+All work runs on one stream, in order. A step may therefore be launched while the previous step is still running. It
+reads the tokens that the previous step draws on the device.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class GraphModelRunner(LeadingRunner):
         self._capture = capture  # None after `prepare`
         self._captured_by = capture
         self._ladder: Ladder | None = None
-        self._away: HostCopy | None = None  # holds the weights while this runner sleeps
+        self._away: HostCopy | None = None  # stores the weights while this runner sleeps
         self._blocks: DeviceBlocks | None = None  # created by the first call of `kv_memory`
         self._finding_loss = DeviceLossGuard(synchronize)
 
@@ -123,7 +123,7 @@ class GraphModelRunner(LeadingRunner):
     def prepare(self) -> None:
         """Capture the CUDA graphs, which takes seconds. Graphs are tied to the calling thread's cuBLAS workspaces.
 
-        If memory runs out, graphs of steps with prompts are left out first, then some sizes of decode steps. If even
+        If memory runs out, graphs of steps with prompts are omitted first, then some sizes of decode steps. If even
         the graphs of `coarse_sizes` do not fit, or the model cannot be captured, all steps run eagerly.
 
         Raises:
@@ -142,7 +142,7 @@ class GraphModelRunner(LeadingRunner):
     def _leave_graphs(self, error: Exception, reason: str) -> None:
         """Run all steps eagerly from now on. Raises the errors that `prepare` raises."""
         self._finding_loss.check(error)
-        logger.warning("steps run without CUDA graphs, slower: %s", reason)
+        logger.warning("steps run without CUDA graphs, which is slower: %s", reason)
         self._graphs.clear()
         self._logits = self._argmax = None
         if self._ladder is not None:
@@ -205,7 +205,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def wake(self) -> None:
-        """Move the weights back and capture all graphs again, because the weights' addresses have changed."""
+        """Move the weights back, and recapture all graphs, because the weights' addresses have changed."""
         assert self._away is not None, "this runner does not sleep"
         self._away.resume()
         self._away = None
@@ -222,10 +222,9 @@ class GraphModelRunner(LeadingRunner):
         return self.launch(batch).result()
 
     def launch(self, batch: StepBatch) -> LaunchedStep:
-        """Queue a step. A token id -1 - n stands for the n-th token that the previously launched step draws.
+        """Queue a step. A token id of -1 - n means the n-th token that the previously launched step draws.
 
-        Raises:
-            DeviceLost: this process can no longer use the device. `LaunchedStep.result` raises the same error.
+        Raises DeviceLost, like `LaunchedStep.result`, if this process can no longer use the device.
         """
         self.prepare()
         with self._finding_loss, self._ranks.watched():
@@ -233,7 +232,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:
-        """Run this rank's part of a step of rank 0. If the next step needs the drawn tokens, rank 0 broadcasts them."""
+        """Run this rank's part of rank 0's step. If the next step needs the drawn tokens, rank 0 broadcasts them."""
         with self._finding_loss:
             self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
@@ -308,7 +307,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def _capture_all(self, capture: Capture) -> None:
-        """Capture all sizes and compare replays with eager steps. Steps with prompts are the first to be left out."""
+        """Capture all sizes and compare replays with eager steps. Steps with prompts are the first to be omitted."""
         has_room = self._capture_decode(capture)
         if not self._graphs:
             self._mixed_sizes = ()
@@ -333,7 +332,7 @@ class GraphModelRunner(LeadingRunner):
         )  # fmt: skip
 
     def _difference_of_replays(self) -> str | None:
-        """Describe how replays of the largest sizes differ from eager steps, or return None if only by rounding."""
+        """Describe how replays of the largest sizes differ from eager steps. Returns None if only by rounding."""
         before, decode = self.num_padding_tokens, self._decode_sizes[-1]
         tries = [(decode, decode.num_rows), (decode, -(-decode.num_rows // 2))]  # without padding, and half padded
         tries += [(size, size.num_rows) for size in self._mixed_sizes[-1:]]
@@ -409,7 +408,7 @@ class GraphModelRunner(LeadingRunner):
             except Exception as error:
                 self._finding_loss.check(error)
                 logger.warning(
-                    "steps of %d tokens with prompts run without a CUDA graph, slower (%s)%s",
+                    "steps of %d tokens with prompts run without a CUDA graph, which is slower (%s)%s",
                     size.num_tokens, cause_of(error),
                     ". Lower cache.gpu_memory_fraction to make room" if is_out_of_memory(error) else "",
                 )  # fmt: skip
@@ -418,7 +417,7 @@ class GraphModelRunner(LeadingRunner):
         return tuple(captured)
 
     def _capture_adapted(self, capture: Capture) -> None:
-        """Capture all sizes again with adapter kernels. The graphs without them keep other steps fast."""
+        """Capture all sizes again with adapter kernels. The graphs without adapters keep other steps fast."""
         for size in reversed(self._graphs_ascending()):
             adapted = replace(size, has_adapters=True)
             try:
@@ -426,7 +425,7 @@ class GraphModelRunner(LeadingRunner):
             except Exception as error:
                 self._finding_loss.check(error)
                 logger.warning(
-                    "steps of %d tokens and fewer with adapters run without CUDA graphs, slower (%s)%s",
+                    "steps of %d tokens and fewer with adapters run without CUDA graphs, which is slower (%s)%s",
                     size.num_tokens, cause_of(error),
                     ". Lower cache.gpu_memory_fraction to make room" if is_out_of_memory(error) else "",
                 )  # fmt: skip
@@ -440,7 +439,7 @@ class GraphModelRunner(LeadingRunner):
             return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
 
         def tried() -> CapturedInputs:
-            """Run the step without exchanges first, so that no rank waits for another one that runs out of memory."""
+            """Run the step without exchanges first, so that no rank waits for one that runs out of memory."""
             inputs = self._inputs_of(size)
             with group.alone():
                 self._static_logits(inputs)
@@ -492,17 +491,17 @@ class _Graph:
 
 def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, reason: str) -> str:
     return (
-        f"the GPU's memory holds {num_captured} of the {len(needed)} CUDA graphs that decode steps need at least (of "
-        f"{', '.join(map(str, needed))} sequences); it ran out at {size} ({reason}). Lower cache.gpu_memory_fraction, "
-        f"which leaves more beside the KV memory, or scheduler.max_running"
+        f"only {num_captured} of the {len(needed)} CUDA graphs that decode steps need (for "
+        f"{', '.join(map(str, needed))} sequences) fit into the GPU's memory; it ran out at {size} ({reason}). Lower "
+        f"cache.gpu_memory_fraction, to leave more memory besides KV memory, or scheduler.max_running"
     )
 
 
 class HostCopy:
     """Moves weights to host memory and back. The content of scratch memory is dropped.
 
-    Storages are emptied and refilled in place, as FSDP does with parameters, so the tensors' owners notice nothing. The
-    addresses change, however: graphs captured before cannot be replayed.
+    Storages are emptied and refilled in place, as FSDP does with parameters, so tensors need not be replaced. Their
+    addresses change, however, so graphs that were captured before cannot be replayed.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels that compute the same bits for a row, however many other rows there are (see `batch_invariant.py`).
+"""Triton kernels that compute the same bits for a row, regardless of the number of rows (see `batch_invariant.py`).
 
 Tiles have the same size for all shapes, and each sum is a single loop in a fixed order, whereas cuBLAS and torch's
 reductions choose both by the number of rows. Triton evaluates annotations, so this module cannot use `from __future__

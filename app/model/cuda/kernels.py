@@ -184,7 +184,7 @@ def _attend(
 
 @triton.jit
 def _blocks(table, start, last, block_size: tl.constexpr, tile: tl.constexpr):
-    """Return the block of each key in a tile, or one block if it holds the tile. Keys from `last` on get any block."""
+    """Return the block of each key in a tile, or one block if the tile is in one. Keys from `last` on get any block."""
     at = start if block_size % tile == 0 else start + tl.arange(0, tile)
     return tl.load(table + tl.maximum(tl.minimum(at, last - 1), 0) // block_size)
 

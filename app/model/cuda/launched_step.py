@@ -16,7 +16,7 @@ from app.model.runner import DrawnTokens, NoRanks
 
 
 class LaunchedStep:
-    """A launched step, which may still run. `result` waits for it."""
+    """A launched step, which may still be running. `result` waits for it."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class LaunchedStep:
 
 
 class DrawnOnHost:
-    """The results of a step, whose copies to the host may still run. `copied` is the event that ends them."""
+    """The results of a step, whose copies to the host may still be running. `copied` is the event after the copies."""
 
     def __init__(self, drawn: DrawnTokens) -> None:
         logprobs = None if drawn.logprobs is None else Logprobs(*map(_copy_to_host, drawn.logprobs))
@@ -66,15 +66,15 @@ class DrawnOnHost:
 
 
 class DeviceLossGuard:
-    """A context that turns an error into DeviceLost if the process can no longer use its device.
+    """A context manager that turns an error into DeviceLost if the process can no longer use its device.
 
     After an illegal address, a failed assertion in a kernel or a memory fault, all later calls of the process on its
-    device fail. After a lack of memory or a refused launch, the device still works.
+    device fail. After an out-of-memory error or a rejected launch, the device still works.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
-        self.note: Callable[[str], None] = lambda reason: None  # called with the reason of a loss
+        self.note: Callable[[str], None] = lambda reason: None  # called with the reason for a loss
 
     def __enter__(self) -> None:
         pass
@@ -89,7 +89,7 @@ class DeviceLossGuard:
             self._synchronize()
         except RuntimeError as loss:
             self.note(cause_of(error) if isinstance(error, RuntimeError) else described(error))
-            raise DeviceLost(f"the device does not work any more in this process: {described(loss)}") from error
+            raise DeviceLost(f"the device no longer works in this process: {described(loss)}") from error
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

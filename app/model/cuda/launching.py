@@ -1,4 +1,4 @@
-"""Imports Triton kernels on first use, and runs copies beside the steps.
+"""Imports Triton kernels on first use, and runs copies alongside steps.
 
 Machines without Triton also import the modules that launch kernels, so these modules must not import kernels directly.
 """
@@ -21,7 +21,7 @@ def kernels_of(module: str, device: torch.device) -> Any:
 
 
 class NoKernels:
-    """Replaces kernels by no-ops on the meta device, where tensors have no data. Needs no Triton."""
+    """Replaces kernels with no-ops on the meta device, where tensors have no data. Needs no Triton."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -34,7 +34,7 @@ class NoKernels:
 def copy_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Run copies on a stream, after the steps launched so far. Blocks at the end until the copies are done.
 
-    Later steps may run at the same time, so they must not use the copied memory. None: use the current stream.
+    Later steps may run at the same time, so they must not use the copied memory. If `stream` is None, nothing changes.
     """
     if stream is None:
         yield

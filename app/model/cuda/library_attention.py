@@ -37,7 +37,7 @@ def varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
 
 @cache
 def _shared_heads(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the argument that torch 2.12 and later need if several query heads share a KV head."""
+    """Return the argument that torch 2.12 and later require if several query heads share a KV head."""
     return {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
 
 
@@ -50,18 +50,18 @@ class LibraryAttention(TorchAttention):
     ) -> str | None:
         """Return why torch's FlashAttention does not support a model, or None if it supports all layers."""
         if dtype not in _DTYPES:
-            return f"torch's FlashAttention computes in 16 bits, and the model is in {dtype}"
+            return f"torch's FlashAttention requires a 16-bit type, but the model is in {dtype}"
         for layer, shape in layers.items():
             if shape.key_dim != shape.value_dim or shape.key_dim > _MOST_NUMBERS or shape.key_dim % _UNIT:
                 return (
-                    f"torch's FlashAttention has no heads with {shape.key_dim} numbers in a key and {shape.value_dim} "
-                    f"in a value, which layer {layer} has"
+                    f"torch's FlashAttention does not support keys of {shape.key_dim} and values of {shape.value_dim} "
+                    f"numbers, as in layer {layer}"
                 )
         for layer, own in rules.items():
             asked = (("softcap", own.softcap), ("attention sinks", own.sinks), ("latents", own.is_latent or None))
             for name, given in asked:
                 if given is not None:
-                    return f"torch's FlashAttention has no {name}, which layer {layer} has"
+                    return f"torch's FlashAttention does not support {name}, which layer {layer} uses"
         return None
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:

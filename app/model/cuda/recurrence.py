@@ -7,7 +7,15 @@ import torch
 from app.model.attention import with_contiguous_rows
 from app.model.cuda.attention import padded
 from app.model.cuda.launching import kernels_of
-from app.model.recurrence import ACTIVATIONS, NORM_EPSILON, StatePieces, check_heads, check_slots
+from app.model.recurrence import (
+    ACTIVATIONS,
+    NORM_EPSILON,
+    DeltaRuleInputs,
+    MambaInputs,
+    StatePieces,
+    check_heads,
+    check_slots,
+)
 
 # State numbers that a program holds in registers: 64 for each thread of its single warp. At this size no register is
 # spilled, a decode step has many programs, and a token's sums stay within a warp. The speed has not been measured.
@@ -52,19 +60,9 @@ class TritonRecurrence:
         return outputs
 
     def gated_delta_rule(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-        *,
-        scale: float,
-        normalises: bool,
+        self, given: DeltaRuleInputs, states: torch.Tensor, pieces: StatePieces, *, scale: float, normalises: bool
     ) -> torch.Tensor:
-        query, key, value, decay, beta = map(with_contiguous_rows, (query, key, value, decay, beta))
+        query, key, value, decay, beta = map(with_contiguous_rows, given)
         (num_key_heads, key_dim), (num_heads, value_dim) = key.shape[1:], value.shape[1:]
         check_heads(num_heads, num_key_heads)
         check_slots(states, torch.float32, num_heads, key_dim, value_dim)
@@ -81,56 +79,22 @@ class TritonRecurrence:
             )  # fmt: skip
         return outputs
 
-    def mamba1(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
-        check_slots(states, torch.float32, inputs.shape[1], inputs_to_state.shape[1])
+    def mamba1(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
+        check_slots(states, torch.float32, given.inputs.shape[1], given.inputs_to_state.shape[1])
         # The kernel treats the channels of Mamba 1 as the numbers of one head.
-        inputs, into, out = (each[:, None] for each in (inputs, inputs_to_state, state_to_outputs))
-        output = self._scan(inputs, time_steps, decay, into, out, skip, states, pieces, by_channel=True)
-        return output[:, 0]
+        of_one_head = given._replace(
+            inputs=given.inputs[:, None], inputs_to_state=given.inputs_to_state[:, None],
+            state_to_outputs=given.state_to_outputs[:, None],
+        )  # fmt: skip
+        return self._scan(of_one_head, states, pieces, by_channel=True)[:, 0]
 
-    def mamba2(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-    ) -> torch.Tensor:
-        check_slots(states, torch.float32, *inputs.shape[1:], inputs_to_state.shape[2])
-        return self._scan(
-            inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip, states, pieces, by_channel=False
-        )
+    def mamba2(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
+        check_slots(states, torch.float32, *given.inputs.shape[1:], given.inputs_to_state.shape[2])
+        return self._scan(given, states, pieces, by_channel=False)
 
-    def _scan(
-        self,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        pieces: StatePieces,
-        *,
-        by_channel: bool,
-    ) -> torch.Tensor:
+    def _scan(self, given: MambaInputs, states: torch.Tensor, pieces: StatePieces, *, by_channel: bool) -> torch.Tensor:
         """Run Mamba 1 or Mamba 2. by_channel: True for Mamba 1, whose channels are passed as a single head."""
-        inputs, time_steps, into, out = map(
-            with_contiguous_rows, (inputs, time_steps, inputs_to_state, state_to_outputs)
-        )
+        inputs, time_steps, decay, into, out, skip = map(with_contiguous_rows, given)
         (num_heads, head_dim), (num_groups, state_size) = inputs.shape[1:], into.shape[1:]
         check_heads(num_heads, num_groups)
         outputs = inputs.new_empty(inputs.shape)

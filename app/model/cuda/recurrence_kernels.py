@@ -1,6 +1,6 @@
 """Triton kernels of the operators with a recurrent state, which `Recurrence` in `app/model/recurrence.py` defines.
 
-`recurrence.py` beside this file launches the kernels and imports them on first use, because the import needs Triton.
+`recurrence.py` next to this file launches the kernels and imports them on first use, because the import needs Triton.
 
 A program computes some channels, or some values of one head, for one *chain*: a list of pieces that must run one after
 the other, such as all pieces of a sequence. Within a piece, tokens run one after the other as well, as in the recurrent

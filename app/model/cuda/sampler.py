@@ -2,11 +2,11 @@
 
 The drawn token is the token that the plain sampler draws, except where
 - two scores with noise differ by less than some 1e-5: the plain sampler has noise in float64, the kernel in float32;
-- a token lies within some 1e-6 of the limit of top-p, min-p or top-n-sigma: sums are rounded in another order;
+- a token lies within some 1e-6 of the limit of top-p, min-p or top-n-sigma: sums are computed in a different order;
 - two logits become one score when they are divided by the temperature: the kernel still ranks the greater logit first.
 The kernel applies penalties, biases, bans and masks while it reads the logits, with the same bits as `Sampler.adjust`.
 The tokens that penalties and biases change stay on the device, and a step sends only new changes.
-The lower token goes first if logits are equal. A token whose logit is NaN is never drawn.
+If logits are equal, the lower token id comes first. A token whose logit is NaN is never drawn.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from app.model.sampler import DRAW_FLOATS, DRAW_INTEGERS, Sampler, draw_numbers
 _INTEGERS = [*"mask changes num_changes bans num_bans entries num_entries scratch position".split(), *DRAW_INTEGERS]
 _ROW = struct.Struct(f"{len(_INTEGERS)}q{len(DRAW_FLOATS)}f0q")  # 0q: the next row is aligned
 _PLACES = (*range(len(_INTEGERS)), *range(2 * len(_INTEGERS), 2 * len(_INTEGERS) + len(DRAW_FLOATS)))
-# The place of each number, in numbers of its size, and the size of a row in int64. Launches hash it: by identity.
+# The place of each number, in numbers of its size, and the size of a row in int64. Launches hash it by identity.
 ROW_LAYOUT: Any = make_dataclass("RowLayout", [*_INTEGERS, *DRAW_FLOATS, "size"], eq=False)(*_PLACES, _ROW.size // 8)
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _CHANGE_BYTES = 5 * 4
 _FEWEST_ENTRIES = 256  # entries in the first allocation for a sequence: 4 KiB
-# Tokens in one pass of a program's loop, 4 for each thread. Float32 takes half: more tokens would spill registers.
+# Tokens in one pass of a program's loop, 4 for each thread. Float32 uses half, because more would spill registers.
 _TILE = 2048
 _NUM_WARPS = 16
-_MOST_TOP = 32  # the kernel is compiled for this number of likeliest tokens at the start; the API allows 20
+_MOST_TOP = 32  # the kernel is compiled for this number of likeliest tokens at startup; the API allows 20
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that are always zero
 
 
@@ -50,7 +50,7 @@ class TritonSampler(Sampler):
     """A sampler for logits in the memory of a GPU."""
 
     def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
-        """tile: logits of 16 bits that a program reads at the same time, a power of two."""
+        """tile: the number of 16-bit logits that a program reads at once, a power of two."""
         self._kernels = kernels_of("sampler_kernels", device)
         self._tile = tile
         self._entries: WeakKeyDictionary[LogitAdjustments, DeviceEntries] = WeakKeyDictionary()
@@ -93,7 +93,7 @@ class TritonSampler(Sampler):
         )  # fmt: skip
 
     def _facts_of(self, items: Sequence[ScheduledSequence], scratch: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of the kernel beside logits: the numbers of each row, then masks, then changes and bans."""
+        """Return the kernel's inputs besides logits: the numbers of each row, then masks, then changes and bans."""
         masks = [b"" if item.matcher is None else item.allowed() for item in items]
         of_masks = b"".join(masks)
         next_mask = len(items) * _ROW.size
@@ -156,7 +156,7 @@ class DeviceEntries:
         return len(self._places)
 
     def changes(self, own: LogitAdjustments) -> bytes:
-        """Return the packed changes that the device does not have yet."""
+        """Return the packed changes that the device lacks."""
         new: Iterable[int] = own.generated[self._num_generated :]
         self._num_generated = len(own.generated)
         if not len(self.tensor):
@@ -174,7 +174,7 @@ class DeviceEntries:
         return self._packed(own, list(changed)) if changed else b""
 
     def _packed(self, own: LogitAdjustments, tokens: list[int]) -> bytes:
-        """Pack changes column by column, because a prompt has thousands."""
+        """Pack changes column by column, because a prompt has thousands of tokens."""
         packed = array("i", bytes(_CHANGE_BYTES * len(tokens)))
         packed[0::5] = array("i", [self._places[token] for token in tokens])
         packed[1::5] = array("i", tokens)
@@ -196,5 +196,5 @@ def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:
 
 
 def _changes_logits(item: ScheduledSequence) -> bool:
-    """Return whether any logits get other values. A matcher's mask excludes banned tokens without changed logits."""
+    """Return whether any logits change. A matcher's mask excludes banned tokens without changing logits."""
     return item.adjustments is not None or (bool(item.banned_token_ids) and item.matcher is None)

@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _mix(x):
-    """Mix the bits of a number by splitmix64 (Steele, Lea & Flood, 2014), as in `app/model/sampler.py`."""
+    """Mix the bits of a number with splitmix64 (Steele, Lea & Flood, 2014), as in `app/model/sampler.py`."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -25,8 +25,8 @@ def _mix(x):
 def _noise(key, tokens):
     """Return Gumbel noise of 24 random bits, within some 1e-6 of `sampler.gumbel_noise`, which computes in float64."""
     bits = (_mix(key + (tokens + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 40).to(tl.int32)
-    # u = (bits + 0.5) / 2^24 and 1 - u are both exact where they are small. The smaller of the two gives log(u): from
-    # 1 - u by log1p (Goldberg, 1991).
+    # u = (bits + 0.5) / 2^24 and 1 - u are both exact where they are small. log(u) is computed from the smaller one,
+    # from 1 - u with log1p (Goldberg, 1991).
     u = (bits.to(tl.float32) + 0.5) * 5.9604644775390625e-8
     rest = ((16777216 - bits).to(tl.float32) - 0.5) * 5.9604644775390625e-8
     y = 1.0 - rest
@@ -91,7 +91,7 @@ def _load(row, tokens, vocab_size):
     is_token = tokens < vocab_size
     found = tl.load(logits + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
     if has_changes:
-        # The bits are read as bytes, so as many threads share a byte as with a mask.
+        # Read the bits as bytes, so that as many threads share a byte as with a mask.
         byte = tl.load(bits.to(tl.pointer_type(tl.uint8)) + tokens // 8, mask=is_token, other=0).to(tl.int32)
         is_changed = (byte >> (tokens % 8)) & 1 != 0
         changed = tl.load(_behind(bits, vocab_size) + tokens, mask=is_changed, other=0.0)
@@ -160,7 +160,7 @@ def _edge(
     excess,  # the number of tokens with the key `least` that do not count
     most,
     scale,
-    is_mass: tl.constexpr,  # whether weights are summed up, and not tokens
+    is_mass: tl.constexpr,  # whether to sum weights instead of tokens
     unused,
     tile: tl.constexpr,
 ):
@@ -241,10 +241,10 @@ def draw_kernel(
     logits,  # [num_rows, vocab_size]
     row_stride,
     vocab_size,
-    # [num_rows, layout.size] int64: first byte of the mask (0: none), first int32 and number of changes, first int32
-    # and number of bans, address and number of entries, address of scratch memory (0: no logits change), position, and
-    # the numbers of `SamplingParams` (temperature 0: greedy). The bytes of masks and the int32 of changes and bans
-    # follow these rows.
+    # [num_rows, layout.size] int64: first byte of the mask (0 for none), first int32 and number of changes, first int32
+    # and number of bans, address and number of entries, address of scratch memory (0 if no logits change), position,
+    # and the numbers of `SamplingParams` (temperature 0 for greedy). These rows are followed by the bytes of masks and
+    # the int32 of changes and bans.
     rows,
     token_ids,  # [num_rows] int64
     layout: tl.constexpr,  # `ROW_LAYOUT` in `sampler.py`
@@ -328,7 +328,7 @@ def logprobs_kernel(
     normalisers,  # [num_rows] float32
     logprobs,  # [num_rows] float32: the log-probability of each row's token
     ranks,  # [num_rows] int64, from 1
-    top_token_ids,  # [num_rows, num_top] int64, the likeliest first, and the lower id first of equal ones
+    top_token_ids,  # [num_rows, num_top] int64, the likeliest first, and equal ones by ascending id
     top_logprobs,  # [num_rows, num_top] float32
     unused: tl.constexpr,
     most_top: tl.constexpr,  # a power of two

@@ -1,4 +1,4 @@
-"""Fuses the weights of a Llama-like transformers model for the decoder for CUDA, on the model's device."""
+"""Fuses the weights of a Llama-like transformers model for the CUDA decoder, on the model's device."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def fuse_weights(
 
 
 def _held(module: PreTrainedModel, name: str) -> torch.Tensor | None:
-    """Look up a weight in a module that holds its weights. Returns None if the module has no such weight."""
+    """Look up a weight in a module. Returns None if the module has no such weight."""
     place, _, own = name.rpartition(".")
     try:
         part = module.get_submodule(place)

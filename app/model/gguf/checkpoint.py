@@ -1,6 +1,6 @@
 """Creates a model folder from a GGUF file, which is then served like any other. Each file is converted once.
 
-The folder contains config.json, tokenizer.json and a manifest that tells where each weight is in the GGUF file. Only
+The folder contains config.json, tokenizer.json and a manifest that locates each weight in the GGUF file. Only
 the few weights whose values differ in transformers are stored in the folder itself.
 """
 
@@ -26,7 +26,7 @@ from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 5  # increase this when the content of the folders changes, so that they are made again
+_FORMAT = 5  # increase this when the content of the folders changes, so that they are recreated
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
@@ -52,8 +52,8 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
                 _make(target, file, description, report)
     except OSError as error:
         raise InvalidSetup(
-            f"{path}: the folder with its tokenizer cannot be written to {cache}: {error.strerror}; free some room, or "
-            f"set XDG_CACHE_HOME to a folder on another disk"
+            f"{path}: the folder with its tokenizer cannot be written to {cache}: {error.strerror}; free some space, "
+            f"or set XDG_CACHE_HOME to a folder on another disk"
         ) from error
     return target
 
@@ -70,7 +70,7 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
     """Create the folder under a temporary name, then rename it, so that an interrupted run leaves no partial folder."""
     temporary = target.with_name(hidden_name(target.name))
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-    report(f"Reading {file.path}: its tokenizer and the places of its weights go to {target}, once")
+    report(f"Reading {file.path}: its tokenizer and the positions of its weights are stored in {target}, once")
     temporary.mkdir()
     try:
         save_tokenizer(file, temporary)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_EXPERT = "{expert}"  # stands for the expert's index in names of weights, as a file joins all experts in one tensor
+_EXPERT = "{expert}"  # stands for the expert's index in weight names, because a file joins all experts in one tensor
 # Model type → (module with the experts, names of their gate, up and down weights, field with the number of experts).
 _EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts"),
@@ -125,7 +125,7 @@ def _own_config(file: GgufFile, config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Description:
-    """Describe a model by the tables of transformers' own GGUF reader."""
+    """Describe a model with the tables of transformers' own GGUF reader."""
     import torch
     from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations.gguf import get_gguf_config, get_gguf_conversion_mapping
@@ -172,7 +172,7 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
             )
         place, num_parts = places.get(pattern, (0, 1))
         if place in tensors.setdefault(name, {}):
-            raise UnsupportedModel(f"{file.path} has {tensors[name][place].name} and {source} for {name}")
+            raise UnsupportedModel(f"{file.path} has two tensors for {name}: {tensors[name][place].name}, {source}")
         tensors[name][place] = tensor
         num_expected[name] = num_parts
         shape = tensor.shape
@@ -189,7 +189,7 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
                 shape = tuple(_applied(operations, name, torch.empty(tensor.shape)).shape)
         if shape != part_of(expected[name], num_parts):
             raise UnsupportedModel(
-                f"{file.path}: tensor {source} has the shape {list(tensor.shape)}, which gives {name} {list(shape)}; "
+                f"{file.path}: tensor {source} has the shape {list(tensor.shape)}, so {name} has {list(shape)}; "
                 f"expected {list(part_of(expected[name], num_parts))}"
             )
     whole = {name for name, parts in tensors.items() if len(parts) == num_expected[name]}
@@ -220,7 +220,7 @@ def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] |
 
 
 def _converted(operations: Sequence[Any], name: str, values: Values) -> Values:
-    """Convert a tensor's values by transformers' operations."""
+    """Convert a tensor's values with transformers' operations."""
     import torch
 
     result: Values = _applied(operations, name, torch.from_numpy(np.array(values))).contiguous().numpy()
@@ -235,7 +235,7 @@ def _applied(operations: Sequence[Any], name: str, tensor: torch.Tensor) -> torc
 
 
 def _shapes_of(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes of a model's weights. Of tied weights, only the first is yielded."""
+    """Yield the names and shapes of a model's weights. Yields only the first of several tied weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -367,7 +367,7 @@ def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...
 
 
 def _check_tensors(file: GgufFile, wanted: Mapping[str, _Wanted], family: ModelFamily) -> None:
-    """Raise UnsupportedModel if a tensor is missing, is not used, or has a wrong shape."""
+    """Raise UnsupportedModel if a tensor is missing or unknown, or has the wrong shape."""
     sources = [source for weight in wanted.values() for source in weight.sources]
     missing = [source for source in sources if source not in file.tensors]
     if missing:

@@ -1,7 +1,7 @@
 """The architectures of llama.cpp that are supported, and how each is described in transformers' terms.
 
-Files of other architectures are refused by name. To read them on a guess might miss a tensor or a setting, and the
-outputs would be wrong. Qwen3.5 and LFM2 use the tables of transformers' own reader.
+Files of other architectures are rejected by name, because guessing could miss a tensor or a setting and produce wrong
+outputs. Qwen3.5 and LFM2 use the tables of transformers' own reader.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _rotary(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 
 def _with_windows(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters of rotary positions for layers without and with a window, which have their own base."""
+    """Return rotary parameters for layers without a window and for layers with one, which have a different base."""
     theta = settings.number("rope.freq_base_swa", 10_000.0)
     return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
@@ -76,7 +76,7 @@ def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
         or not np.all(factors[num_turned:] > _MOST_FACTOR)
     ):
         raise UnsupportedModel(
-            f"{settings.file.path}: tensor {_FACTORS} does not tell which part of a head is rotated; {READ_INSTEAD}"
+            f"{settings.file.path}: tensor {_FACTORS} does not show which part of a head is rotated; {READ_INSTEAD}"
         )
     part = num_turned / len(factors)
     theta = settings.number("rope.freq_base", 10_000.0)
@@ -114,12 +114,12 @@ class ModelFamily:
 
     model_type: str
     class_name: str
-    turns_neighbours: bool = False  # llama.cpp rotates pairs (0, 1), (2, 3) of a head, not its halves
+    turns_neighbours: bool = False  # whether llama.cpp rotates the pairs (0, 1), (2, 3) of a head instead of its halves
     turns_parts: bool = False  # whether only a part of each head may be rotated
     known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read, beyond the common ones
-    by_layer: frozenset[str] = frozenset()  # settings that may be lists with a number per layer
-    rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # takes the head size
-    # Returns further fields of config.json, which replace common ones. Takes the rotary parameters.
+    by_layer: frozenset[str] = frozenset()  # settings that may be lists with one number per layer
+    rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # receives the head size
+    # Returns further fields of config.json, which replace common ones. Receives the rotary parameters.
     more: Callable[[FileSettings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
     # Tensors that llama.cpp's package does not name, by the end of the weight's name in transformers. A weight may have
     # several alternatives: the first that the file contains is used. The rows of an alternative's tensors are joined.
@@ -133,7 +133,7 @@ def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Gemma 2: every second layer uses a window, and scores and logits are soft-capped."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
-    layers_of_27b = 46  # only this size scales scores by another number than the head size
+    layers_of_27b = 46  # only this size scales scores by a number other than the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -146,11 +146,11 @@ def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Gemma 3: all layers use a window but every sixth, whose positions are scaled."""
+    """Return the fields of Gemma 3: every sixth layer uses no window and scales positions."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
     every = settings.count("attention.sliding_window_pattern", 6)
-    layers_of_27b = 62  # only this size scales scores by another number than the head size
+    layers_of_27b = 62  # only this size scales scores by a number other than the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -211,7 +211,7 @@ def _granite(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Granite 4: most layers are Mamba 2, which a file marks by 0 key heads."""
+    """Return the fields of Granite 4: most layers are Mamba 2, which a file marks with 0 key heads."""
     num_heads, inner = settings.count("ssm.time_step_rank"), settings.count("ssm.inner_size")
     hidden_size, has_experts = settings.count("embedding_length"), settings.has("expert_count")
     if inner % num_heads or inner % hidden_size:
@@ -365,7 +365,7 @@ _QWEN35 = frozenset(
         "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers", "attention.recurrent_layers",
     )
 )  # fmt: skip
-# Architectures that are described by transformers' own tables, with the settings that these tables read.
+# Architectures that are described with transformers' own tables, and the settings that these tables read.
 BY_TRANSFORMERS: Mapping[str, frozenset[str]] = {
     "lfm2": frozenset(("shortconv.l_cache",)),
     "qwen35": _QWEN35,
@@ -379,12 +379,12 @@ def check_architecture(file: GgufFile) -> str:
     known = [*FAMILIES, *BY_TRANSFORMERS]
     if architecture == "clip":
         raise UnsupportedModel(
-            f"{file.path} has only the image encoder of a model (mmproj); set model.path to the GGUF file of "
-            f"the model itself, whose text is served"
+            f"{file.path} contains only a model's image encoder (mmproj); set model.path to the GGUF file of the "
+            f"model itself"
         )
     if architecture not in known:
         raise UnsupportedModel(
-            f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(known)} can be read: "
-            f"{READ_INSTEAD}"
+            f"{file.path} has architecture {architecture[:60]!r}; only GGUF files of {', '.join(known)} can be read. "
+            f"For this one, {READ_INSTEAD}"
         )
     return architecture

@@ -17,11 +17,11 @@ _NAME = "gguf.json"
 class PlacedWeight(NamedTuple):
     """Where a GGUF file stores a weight, or some of its rows. It may be a whole tensor or a part of one."""
 
-    kind: int  # ggml's number of the type
+    kind: int  # ggml's number for the type
     start: int  # byte offset in the file
     num_bytes: int
     shape: list[int]  # the last dimension is contiguous
-    # If the weight's rows or columns are reordered: the name of a vector in the folder's safetensors file, which
+    # The name of a vector in the folder's safetensors file, if the weight's rows or columns are reordered. The vector
     # stores the tensor's index of each row or column of the weight.
     rows: str | None = None
     columns: str | None = None
@@ -55,7 +55,7 @@ class Manifest:
 
 
 def manifest_in(folder: Path) -> Manifest | None:
-    """Read the manifest in a model's folder. Returns None if there is none, as in folders that hold the weights.
+    """Read the manifest in a model's folder. Returns None if there is none, as in folders that contain weights.
 
     Raises InvalidSetup if a GGUF file is missing or has changed since the manifest was written.
     """
@@ -69,9 +69,9 @@ def manifest_in(folder: Path) -> Manifest | None:
             found = DescribedFile.of(Path(file.path), os.stat(file.path))
         except OSError as error:
             raise InvalidSetup(
-                f"{file.path} has the weights of this model, and cannot be read: {error.strerror}"
+                f"{file.path} has the weights of this model, but cannot be read: {error.strerror}"
             ) from error
         if found != file:
-            raise InvalidSetup(f"{file.path} has changed since it was read; start again")
+            raise InvalidSetup(f"{file.path} has changed since it was read; restart")
     weights = {name: [PlacedWeight(*each) for each in placed] for name, placed in content["weights"].items()}
     return Manifest(files=files, kinds=content["kinds"], weights=weights)

@@ -82,11 +82,11 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         for file in self.files:
             if twice := self.tensors.keys() & file.tensors.keys():
-                raise InvalidSetup(f"{file.path} is damaged: tensor {min(twice)} is in another part as well")
+                raise InvalidSetup(f"{file.path} is damaged: tensor {min(twice)} is also in another part")
             self.tensors |= file.tensors
         count = self.metadata.get("split.tensors.count", len(self.tensors))
         if count != len(self.tensors):
-            raise InvalidSetup(f"{path}: the parts have {len(self.tensors):,} tensors, and {count!r} are expected")
+            raise InvalidSetup(f"{path}: the parts have {len(self.tensors):,} tensors, but {count!r} are expected")
 
     def values(self, tensor: GgufTensor) -> Values:
         """Return a tensor's dequantised values as a float32 copy."""
@@ -108,8 +108,8 @@ def _other_parts(first: _OneFile) -> list[Path]:
     found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", first.path.name)
     if found is None or int(found[3]) != count:
         raise InvalidSetup(
-            f"{first.path} is one of {count} parts, and its name does not end in -00001-of-{count:05}.gguf: give the "
-            f"parts the names that they had, or join them with `llama-gguf-split --merge`"
+            f"{first.path} is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf: restore "
+            f"the original names of the parts, or join them with `llama-gguf-split --merge`"
         )
     if first.metadata.get("split.no") != 0:
         name = f"{found[1]}-00001-of-{count:05}.gguf"
@@ -129,7 +129,7 @@ class _OneFile:
             raise InvalidSetup(f"{path} cannot be read: {error.strerror}") from error
         magic = b"GGUF"
         if self.content[: len(magic)] != magic:
-            raise InvalidSetup(f"{path} is not a GGUF file; model.path takes a folder, a GGUF file or a hub id")
+            raise InvalidSetup(f"{path} is not a GGUF file; model.path must be a folder, a GGUF file or a hub id")
         self._place = len(magic)
         try:
             self.metadata, self.tensors = self._header()
@@ -145,8 +145,8 @@ class _OneFile:
         versions = (2, 3)
         if version not in versions:
             raise InvalidSetup(
-                f"{self.path} has version {version} of the GGUF format; versions 2 and 3 in little endian can be read: "
-                f"convert the model again with a current llama.cpp"
+                f"{self.path} has version {version} of the GGUF format; only versions 2 and 3 in little endian can be "
+                f"read: convert the model again with a current llama.cpp"
             )
         num_tensors, num_entries = self._number("Q"), self._number("Q")
         for what, count in (("tensors", num_tensors), ("entries", num_entries)):
@@ -193,13 +193,13 @@ class _OneFile:
                                    f"shape {list(tensor.shape)}; download it again")  # fmt: skip
             if tensor.start % 8:
                 raise InvalidSetup(
-                    f"{self.path} is damaged: tensor {tensor.name} begins at byte {tensor.start:,}, which is no "
-                    f"multiple of 8; download it again"
+                    f"{self.path} is damaged: tensor {tensor.name} begins at byte {tensor.start:,}, which is not "
+                    f"a multiple of 8; download it again"
                 )
             end = tensor.start + tensor.num_bytes
             if end > len(self.content):
                 raise InvalidSetup(
-                    f"{self.path} is cut short: tensor {tensor.name} ends at byte {end:,}, the file at "
+                    f"{self.path} is cut short: tensor {tensor.name} ends at byte {end:,}, but the file at "
                     f"{len(self.content):,}; download it again"
                 )
 

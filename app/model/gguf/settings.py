@@ -1,4 +1,4 @@
-"""Reads an architecture's settings from the metadata of a GGUF file, and refuses unknown ones."""
+"""Reads an architecture's settings from the metadata of a GGUF file, and rejects unknown ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from app.errors import UnsupportedModel
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
 
-# Settings that are supported for every architecture. A file with a setting that its family does not know is refused.
+# Settings that are supported for every architecture. A file with a setting that its family does not read is rejected.
 _KNOWN = frozenset(
     (
         "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -55,7 +55,7 @@ class FileSettings:
         return self.count(key) if self.has(key) else None
 
     def counts(self, key: str) -> list[int]:
-        """Return a count per layer. Raises UnsupportedModel if one is negative or no integer, or if one is missing."""
+        """Return a count per layer. Raises UnsupportedModel if one is negative, missing or not an integer."""
         value, num_layers = self._found.get(key), self.count("block_count")
         if isinstance(value, list):
             if len(value) != num_layers or any(type(each) not in (int, bool) or each < 0 for each in value):

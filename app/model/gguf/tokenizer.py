@@ -13,8 +13,8 @@ from app.model.gguf.reader import READ_INSTEAD, GgufFile
 logger = logging.getLogger(__name__)
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# How text is split before merges, by values of `tokenizer.ggml.pre`. transformers does not know these values and would
-# use GPT-2's rule for all of them. The rules below are llama.cpp's.
+# How text is split before merges, by values of `tokenizer.ggml.pre`. transformers lacks these values and would use
+# GPT-2's rule for all of them. The rules below are llama.cpp's.
 _GPT2_RULE = frozenset(
     ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum")
 )
@@ -47,7 +47,7 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
         from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     except ImportError as error:
         raise InvalidSetup(
-            f"GGUF files need transformers 5.18 or newer, and {__version__} is installed: pip install -U transformers"
+            f"GGUF files need transformers 5.18 or newer, but {__version__} is installed: pip install -U transformers"
         ) from error
 
     given = {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}
@@ -57,7 +57,7 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
         _set_rule(backend, described, str(file.metadata["general.architecture"]))
         tokens, num_embeddings = described["tokens"], file.tensors["token_embd.weight"].shape[0]
         if len(tokens) > num_embeddings:
-            raise ValueError(f"it has {len(tokens):,} tokens, the model {num_embeddings:,}")
+            raise ValueError(f"it has {len(tokens):,} tokens, but the model has {num_embeddings:,}")
         backend = _without_others(backend, len(tokens))
         special = {
             name: tokens[given[key]] for name, kind in _SPECIAL.items() if (key := f"ggml.{kind}_token_id") in given
@@ -76,7 +76,7 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
         **special,
     )
     tokenizer.save_pretrained(folder)
-    # Written again without indentation, which makes up half of a large vocabulary's file.
+    # Rewrite the file without indentation, which makes up half of it for a large vocabulary.
     (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
 
 
@@ -88,7 +88,7 @@ def _without_others(backend: Any, vocab_size: int) -> Any:
 
 
 def _set_rule(backend: Any, described: dict[str, Any], architecture: str) -> None:
-    """Set how text is split before merges. Raises ValueError for an unknown rule, as a guess would change tokens."""
+    """Set how text is split before merges. Raises ValueError for an unknown rule: a guess would change tokens."""
     from tokenizers import Regex, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -109,6 +109,6 @@ def _set_rule(backend: Any, described: dict[str, Any], architecture: str) -> Non
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     elif rule in (None, "default"):
-        logger.warning("the file does not say how text is split into tokens; GPT-2's rule is used")
+        logger.warning("the file does not specify how text is split into tokens; GPT-2's rule is used")
     else:
-        raise ValueError(f"tokenizer.ggml.pre {rule!r} is not known")
+        raise ValueError(f"tokenizer.ggml.pre {rule!r} is not supported")

@@ -39,7 +39,7 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """Return why the machine or the settings rule out this decoder, or None. The model itself is not inspected."""
+        """Return why the machine or the settings rule out this decoder, or None. Does not inspect the model."""
         if source.config.quantization == "fp8":
             return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
         backend = source.config.backend
@@ -47,7 +47,7 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """Return why this decoder does not support the model, judged by its structure; None if it does."""
+        """Return why this decoder does not support the model's structure, or None if it does."""
         reason = why_not_llama_like(own.module, "cuda") or why_attention_is_not_llama_like(
             own.module, own.rules, "cuda"
         )
@@ -107,7 +107,7 @@ class CudaModel(LoadedModel):
         return Output(first.logits[None], whole.logits[None])
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
-        """Return this model. It keeps its reference until the steps are verified in the KV memory that is served."""
+        """Return this model. It keeps its reference until its steps are verified in the full KV memory."""
         return self
 
     @property

@@ -15,7 +15,7 @@ from app.engine.batch import ScheduledSequence
 from app.engine.request import ModelInfo, Pooling, SamplingParams
 from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import UnknownAttention
-from app.model.description import max_model_len, read_config, sentence_settings
+from app.model.description import CLASSIFIER, max_model_len, sentence_settings
 from app.model.device import device_of, dtype_of
 from app.model.encoder import (
     PACKED_ATTENTION_NAME,
@@ -35,8 +35,6 @@ from app.model.verification import difference_above
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CLASSIFIER = "ForSequenceClassification"
-
 
 def _unchanged(logits: torch.Tensor) -> torch.Tensor:
     return logits
@@ -47,18 +45,6 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {_SIGMOID: torch.sigmoid, "torch.nn.modules.linear.Identity": _unchanged}
 )
 _MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the size of the expected states
-
-
-def is_encoder(config: ModelConfig, location: str) -> bool:
-    """Return whether the architecture named in config.json is an encoder, which embeds or scores but generates no text.
-
-    Raises InvalidSetup if the model has no config.json.
-    """
-    named = read_config(config, location).get("architectures") or [""]
-    # Names end in "Model" if the model has no head, and in "ForMaskedLM" if embeddings do not need its head.
-    encoders = ("Model", "ForMaskedLM")
-    generates = "LMHeadModel"  # GPT-2's name ends in this; it also ends in "Model", but its head generates text
-    return str(named[0]).endswith((CLASSIFIER, *encoders)) and not str(named[0]).endswith(generates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +63,7 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
 
     Raises:
         InvalidSetup: the model or the device does not exist, or a setting applies only to models that generate.
-        UnsupportedModel: the model cannot run without padding, or computes other results; the message says why.
+        UnsupportedModel: the model cannot run without padding, or computes different results; the message says why.
     """
     for name, given, usual in (
         ("quantization", config.quantization, "none"),
@@ -85,7 +71,7 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
     ):
         if given != usual:
             raise InvalidSetup(
-                f"model.{name} is {given}, which encoders do not support; leave it out, as {config.path} is an encoder"
+                f"model.{name} is {given}, which encoders such as {config.path} do not support; remove the setting"
             )
     device, chosen = device_of(config), dtype_of(config, location)
     with refusing_what_fails(config.path):
@@ -176,7 +162,7 @@ def _score_head(config: ModelConfig, module: PreTrainedModel) -> ScoreHead | Non
 
 
 def _labels_of(found: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the label names, by index. Empty for a single label: such a model scores pairs and does not classify."""
+    """Return the label names, by index, or nothing for a single label, because such models score pairs."""
     if found.num_labels == 1:
         return ()
     return tuple(str(found.id2label[index]) for index in range(found.num_labels))
@@ -190,7 +176,7 @@ def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
     """Return the function that turns logits into scores, chosen as in sentence-transformers and vLLM.
 
     Without an activation in config.json, the default is a sigmoid for a single label or for independent labels, and a
-    softmax for several exclusive labels, as in transformers' pipelines. Raises UnsupportedModel for an unknown name.
+    softmax for several exclusive labels, as in transformers' pipelines. Raises UnsupportedModel for other activations.
     """
     named = getattr(found, "sentence_transformers", None) or {}
     name = named.get("activation_fn") or getattr(found, "sbert_ce_default_activation_function", None)
@@ -199,7 +185,7 @@ def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
     name = str(name or _SIGMOID)
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"the scores of {config.path} go through {name}; only {' and '.join(_ACTIVATIONS)} are known"
+            f"{config.path} computes scores with {name}; only {' and '.join(_ACTIVATIONS)} are supported"
         )
     return _ACTIVATIONS[name]
 
@@ -233,7 +219,7 @@ def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own: list[torch.Tensor]) -> None:
-    """Raise UnsupportedModel if the trial sequences give other results in one packed row than alone (`own`)."""
+    """Raise UnsupportedModel if the trial sequences' results in one packed row differ from those alone (`own`)."""
     sequences = _tried_sequences(encoder.vocab_size)
     try:
         ours = encoder.states(sequences)
@@ -245,5 +231,5 @@ def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own
     difference = difference_above(_MAX_DIFFERENCES[ours.dtype], ours, theirs, least_size=1e-3)
     if difference is not None:
         raise UnsupportedModel(
-            f"{config.path} computes other results without padding than with its own code: they differ by {difference}"
+            f"{config.path} computes different results without padding than with its own code: by {difference}"
         )

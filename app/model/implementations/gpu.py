@@ -1,7 +1,7 @@
 """Builds verified runners for models on a GPU, and measures the memory of their steps.
 
-The largest step runs once to find its memory. On a GPU, torch's allocator reports the peak. On any other device, the
-allocations of each operator are counted; on the meta device this predicts the memory from the configuration alone.
+The largest step is run once to measure its memory. On a GPU, torch's allocator reports the peak. On any other device,
+the allocations of each operator are counted; on the meta device, this needs only the model's configuration.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         block_size=config.cache.block_size, num_blocks=num_blocks // num_groups, num_groups=num_groups,
         max_blocks=max_blocks, max_rows=config.scheduler.max_running,
     )  # fmt: skip
-    # The trial uses the attention that is served, so it also compiles the kernels that the first request will need.
+    # The trial uses the runner's own attention, so it also compiles the kernels that the first request will need.
     quantization = "fp8" if config.cache.dtype == "fp8" else config.model.quantization
     with BatchInvariantMode() if config.model.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
         tried = _with_states(config, model, attention, blocks.num_state_slots) or attention
         difference = model.difference_in_steps(tried, blocks, quantization)
     if difference is not None:
         raise BackendFailed(f"in steps with {type(attention).__name__} {difference}")
-    del tried  # free the trial's state slots before the slots that are served are allocated
+    del tried  # free the trial's state slots before the runner's slots are allocated
     sampler = _sampler(config, model)
     stateful = _with_states(config, model, attention, model.model_info.num_state_slots)
     if stateful is not None:
@@ -98,7 +98,7 @@ def _sampler(config: EngineConfig, model: LoadedModel) -> Sampler:
 
 @torch.inference_mode()
 def why_plain_draws(model: LoadedModel) -> str | None:
-    """Return why plain torch must draw the tokens; None if our sampling kernels draw the same tokens as plain torch.
+    """Return why plain torch must draw the tokens, or None if our sampling kernels draw the same tokens.
 
     The trial also compiles the kernels, so that no request waits for them. Raises RuntimeError if the device is lost.
     """
@@ -127,7 +127,7 @@ def why_plain_draws(model: LoadedModel) -> str | None:
         reason = (
             f"tokens are {found.token_ids}, with log-probabilities {ours}, instead of {expected.token_ids}, {plain}"
         )
-    logger.warning("tokens are drawn by plain torch, slower: with our kernels %s", reason)
+    logger.warning("tokens are drawn by plain torch, which is slower: with our kernels, %s", reason)
     return reason
 
 
@@ -148,7 +148,7 @@ def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> 
 
 
 def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
-    """See `LoadedModel.needs`. One KV block is enough to measure a step, whose memory does not depend on the blocks."""
+    """See `LoadedModel.needs`. Measures with one KV block, because a step's memory does not depend on the blocks."""
     is_cuda = model.device.type == "cuda"
     of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
     runner = with_one_block(config, model)
@@ -167,7 +167,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
 
 
 def _of_adapters(config: EngineConfig, model: LoadedModel, runner: GraphModelRunner, num_tokens: int) -> int:
-    """Return the bytes of adapters, including the bytes that they add to a step: the measured step uses no adapters."""
+    """Return the bytes of adapters, including the bytes that they add to a step, because the measured step has none."""
     if model.adapters is not None:
         return num_bytes_of(model.adapters.tensors()) + model.adapters.step_bytes(num_tokens)
     most = config.model.max_loaded_adapters
@@ -216,7 +216,7 @@ def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
 
 
 def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
-    """Return a runner that is only good for measuring: all sequences share its one KV block and its one state slot."""
+    """Return a runner that can only be used to measure: all sequences share its one KV block and its one state slot."""
     max_blocks = -(-model.model_info.max_model_len // config.cache.block_size)
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
@@ -228,7 +228,7 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
 def _with_states(
     config: EngineConfig, model: LoadedModel, attention: PagedAttention, num_slots: int
 ) -> StatefulAttention | None:
-    """Return the attention together with slots for recurrent states; None if the model has no recurrent layers."""
+    """Return the attention together with slots for recurrent states, or None if the model has no recurrent layers."""
     if not model.states:
         return None
     is_plain = config.model.backend in WITHOUT_TRITON
@@ -249,6 +249,6 @@ def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max
         max_blocks=max_blocks,
         dtype=stored_dtype(config.cache, model.dtype),
         device=model.device,
-        # The meta device runs no kernels, and batch-invariant kernels need the same memory as the others.
+        # The meta device runs no kernels, and batch-invariant kernels need the same memory as other kernels.
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )

@@ -1,4 +1,4 @@
-"""The interface of a loaded model. Each implementation is a subclass in its own file beside this one."""
+"""The interface of a loaded model. Each implementation is a subclass in a file next to this one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from app.model.weights_digest import folder_of_weights
 
 if TYPE_CHECKING:
     from app.model.attention import PagedAttention
-    from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.forward import DeviceForward
-    from app.model.runner import TorchModelRunner
+    from app.model.runner import LeadingRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class LoadedModel(ABC):
     reference: Reference | None = None  # None once the steps are verified; on a GPU they are verified in full KV memory
     group: Exchange | None = None  # the ranks, if this is one rank's part of the model
     adapters: AdapterSlots | None = None  # only for our decoder on a GPU, if adapters may be loaded
-    groups: LayerGroups = ONE_GROUP  # the groups of blocks that hold the layers' keys and values
+    groups: LayerGroups = ONE_GROUP  # the groups of blocks that store the layers' keys and values
     states: tuple[StateShape, ...] = ()  # one for each recurrent operator, in the order of their calls
     why_not_ours: str | None = None  # why the model runs on transformers' code, if our decoder failed verification
     why_plain_draws: str | None = None  # why plain torch draws the tokens, if our sampling kernels failed on this GPU
@@ -73,7 +72,7 @@ class LoadedModel(ABC):
         """Return the model with its layers grouped by their windows, or the model itself if that saves no memory.
 
         windows: by layer, in tokens. kept_beside: the number of tokens behind a window that kernels may still read.
-        is_of_one_shape: whether the layers must all have one shape to be divided into groups.
+        is_of_one_shape: whether all layers must have one shape to be divided into groups.
         """
         groups = LayerGroups.of(
             self.layers, windows, max_model_len=self.model_info.max_model_len, stored_by=self.groups.stored_by,
@@ -117,10 +116,10 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Return the bytes that the model needs beside KV memory. largest: the batch that needs the most memory."""
+        """Return the bytes that the model needs besides KV memory. largest: the batch that needs the most memory."""
 
     @abstractmethod
-    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
+    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> LeadingRunner:
         """Allocate KV memory of `num_blocks` blocks and return a runner. num_threads: threads of native code.
 
         Raises InvalidSetup if the runner cannot honour `model.batch_invariant` or store KV memory in `cache.dtype`.
@@ -128,12 +127,11 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def verify_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> None:
-        """Run trial steps with the given attention and compare them with the reference; see `Reference.verify_steps`.
+        """Run trial steps with the given attention and compare them with the reference. See `Reference.verify_steps`.
 
         quantization: the type of the weights, or of the KV memory if that is quantised.
 
-        Raises:
-            UnsupportedModel: the results differ by more than rounding.
+        Raises UnsupportedModel if the results differ by more than rounding.
         """
         assert self.reference is not None, "attention that is not Triton's is verified when the model is loaded"
         how = f"with {type(attention).__name__}"
@@ -141,7 +139,7 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def difference_in_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> str | None:
-        """Return the first difference that `verify_steps` would raise, in words; None if all steps agree."""
+        """Return the first difference for which `verify_steps` would raise, in words, or None."""
         assert self.reference is not None, "a model without a reference cannot be verified"
         return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)
 
@@ -150,13 +148,13 @@ class LoadedModel(ABC):
         raise NotImplementedError(f"{type(self).__name__} computes its attention itself")
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
-        """Return the forward pass on a GPU. num_layers: the layers to run before norm and head; 0 for all layers."""
+        """Return the forward pass on a GPU. num_layers: the number of layers to run before norm and head; 0 for all."""
         raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
 
     def why_not_on(self, backend: str) -> str | None:
-        """Return why a GPU backend cannot run this kind of model; None if it can."""
+        """Return why a GPU backend cannot run this kind of model, or None if it can."""
         if backend == GRAPHS and self.states:
-            return "steps of models with recurrent layers are not captured"
+            return "steps of models with recurrent layers cannot be captured"
         return None
 
     def plain_attention(

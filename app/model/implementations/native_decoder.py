@@ -55,22 +55,22 @@ class NativeModel(LoadedModel):
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """Return why the machine or the settings rule out this decoder, or None. The model itself is not inspected."""
+        """Return why the machine or the settings rule out this decoder, or None. Does not inspect the model."""
         if source.group is not None:
             if source.config.quantization != "none":
                 return "its ranks run transformers' code on a CPU; set replicas.tensor_parallel to 1"
-            return "the ranks of a model on a CPU run it"
+            return "ranks on a CPU always run it"
         if source.device.type != "cpu":
             return f"it runs on {source.device.type}; set model.device to cpu"
         if source.config.backend == "torch":
             return "model.backend is torch"
         if library() is None:
-            return "the native code could not be built; install a C++ compiler (the log says more)"
+            return "the native code could not be built; install a C++ compiler (see the log)"
         return None
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """Return why this decoder does not support the model, judged by its structure; None if it does."""
+        """Return why this decoder does not support the model's structure, or None if it does."""
         return (
             why_not_native(own.module)
             or why_attention_is_not_llama_like(own.module, own.rules, "cpu")
@@ -98,9 +98,9 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def load_if_verified(cls, source: ModelSource) -> NativeModel | None:
-        """Load the model if an earlier start has verified it, or return None. Reads no weights on the meta device.
+        """Load the model if it was verified at an earlier start, or return None. Reads no weights on the meta device.
 
-        Does not import transformers, which would take longer than the import of torch.
+        Does not import transformers, which would take longer than importing torch.
         """
         file = _file_of_result(source)
         verified = None if file is None else read_verified(file)
@@ -134,8 +134,8 @@ class NativeModel(LoadedModel):
         reason = cls.why_not(source, own)
         if reason is not None:
             raise UnsupportedModel(
-                f"the memory of {source.config.path} on a CPU is planned only where the native decoder computes it, "
-                f"and here it does not: {reason}"
+                f"the memory of {source.config.path} on a CPU cannot be planned, because the native decoder does not "
+                f"support it: {reason}"
             )
         add_positions(own.module)
         settings = settings_of(own.module, own.rules)
@@ -147,7 +147,7 @@ class NativeModel(LoadedModel):
         return cls.converted_from(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
 
     def difference(self, source: ModelSource) -> str | None:
-        """Run trial steps with temporary KV memory and describe how they differ from the reference; None if they agree.
+        """Run trial steps with temporary KV memory and describe how they differ from the reference, if they do.
 
         The first layer is compared by the logits that follow from its output.
         """
@@ -187,7 +187,7 @@ class NativeModel(LoadedModel):
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
         """Drop the reference, and record on disk that the model is verified, so that the next start skips the trial.
 
-        Nothing is recorded if transformers changes the weights when it reads them: the files alone would not suffice.
+        Nothing is recorded if transformers changes the weights when it reads them, because later starts only read them.
         """
         file, limit = _file_of_result(source), length_limit(own.module)
         if file is not None and limit is not None and own.mapped is not None:
@@ -216,7 +216,7 @@ class NativeModel(LoadedModel):
         decoder = NativeDecoder(
             self.weights, pages, threads, groups=self.groups, num_slots=self.model_info.num_state_slots
         )  # fmt: skip
-        torch.set_num_threads(1)  # torch has almost nothing to compute, and its spinning threads would slow down ours
+        torch.set_num_threads(1)  # torch has almost nothing to compute, but its spinning threads would slow down ours
         return TorchModelRunner(decoder, self.device, NativeSampler(threads), states=decoder.states)
 
 
@@ -233,7 +233,7 @@ def _sizes_of(files: Checkpoint) -> PackableWeights:
 
 
 def _file_of_result(source: ModelSource) -> Path | None:
-    """Return the file that records a successful verification; None for a hub id, or if native code is slow here."""
+    """Return the file that records a successful verification, or None for a hub id or if native code is slow here."""
     config, location = source.config, Path(source.location)
     if source.cache is None or not location.is_dir() or not (config.quantization != "none" or is_fast(source.dtype)):
         return None

@@ -89,7 +89,7 @@ class TransformersModel(LoadedModel):
         if source.group is not None:
             source.check_ranks(source.group.size)
         if from_files:
-            # For FP8, each weight is copied to the device in turn, so the device never holds all of them unquantised.
+            # For FP8, weights are copied to the device one by one, so the device never holds all of them unquantised.
             mapped = mapped_model(source, source.device if config.quantization == "fp8" else None)
         if source.group is not None:
             module, whole = part_of_rank(source, mapped)
@@ -100,7 +100,7 @@ class TransformersModel(LoadedModel):
             fix_positions_of(source, module)
         step, reference = _verified_reference(source, module)
         if whole is not None:
-            whole.verify("divided among ranks", reference.own)
+            whole.verify("split among ranks", reference.own)
         model = cls._of(source, module, step, reference, mapped)
         if reason := why_places_matter(module, model.model_info.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
@@ -202,7 +202,7 @@ class TransformersModel(LoadedModel):
         )  # fmt: skip
 
     def ready(self, source: ModelSource) -> TransformersModel:
-        """Return the model ready to serve. Reads the weights again if a decoder that failed verification took them."""
+        """Return the model ready to serve. Rereads the weights if a decoder that failed verification has taken them."""
         model = self
         if self.module.get_input_embeddings().weight.is_meta:
             module = read_module(source) if source.group is None else part_of_rank(source)[0]
@@ -215,7 +215,7 @@ class TransformersModel(LoadedModel):
         return replace(model, reference=None)
 
     def _verify_on_cpu(self, source: ModelSource) -> None:
-        """Verify steps with temporary KV memory, so that a wrong model is refused before its KV memory is allocated."""
+        """Verify steps with temporary KV memory, so that a wrong model is rejected before KV memory is allocated."""
         served, block_size = self.with_window_groups(), source.block_size
         blocks = TrialBlocks.enough(block_size, num_groups=served.groups.num_groups)
         if self.uses_own_attention:
@@ -243,7 +243,7 @@ class TransformersModel(LoadedModel):
 
     @property
     def expected(self) -> Reference:
-        """The reference output. Only available while the model is loaded: `ready` may drop it."""
+        """The reference output. Only available while the model is being loaded, because `ready` may drop it."""
         assert self.reference is not None, "the reference was dropped when the model was loaded"
         return self.reference
 
@@ -266,8 +266,8 @@ class TransformersModel(LoadedModel):
             raise InvalidSetup(
                 f"model.batch_invariant is set, but {config.model.path} on {self.device} runs on transformers' code, "
                 f"where matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, "
-                f"the native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the "
-                f"log says why it was not chosen"
+                f"the native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); see "
+                f"the log for why it was not chosen"
             )
         if why_not_native is None:
             threads = ThreadPool(num_threads)
@@ -291,7 +291,7 @@ class TransformersModel(LoadedModel):
 
     def why_not_on(self, backend: str) -> str | None:
         if self.uses_own_attention and backend != TORCH:
-            return "the model attends by its own code"
+            return "the model attends with its own code"
         if backend == LIBRARY:
             return LibraryAttention.why_not(self.layers, self.rules, self.dtype)
         return super().why_not_on(backend)
@@ -313,7 +313,7 @@ class TransformersModel(LoadedModel):
         if config.backend == "torch":
             return "model.backend is torch"
         if self.uses_own_attention:
-            return "the model attends by its own code"
+            return "the model attends with its own code"
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
@@ -343,7 +343,7 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[P
         return step, reference
     refusal = f"{path} ({module.config.model_type}) {reason}"
     if source.group is not None:
-        raise UnsupportedModel(f"{refusal}. With its own attention it may run in one process alone")
+        raise UnsupportedModel(f"{refusal}. With its own attention, it may run in a single process")
     return _with_own_attention(source, module, refusal)
 
 
@@ -358,10 +358,10 @@ def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep
             raise
         raise UnsupportedModel(
             f"the quantised layers of {source.config.path} cannot be computed on {source.device.type}: "
-            f"{first_line(error)}. Serve the checkpoint that is not quantised"
+            f"{first_line(error)}. Serve the unquantised checkpoint"
         ) from error
     has_attention = bool(step.layers) or bool(step.states)
-    return ("", ours) if has_attention else ("ignores the attention it is given", None)
+    return ("", ours) if has_attention else ("ignores the attention that it receives", None)
 
 
 def _with_own_attention(source: ModelSource, module: PreTrainedModel, refusal: str) -> tuple[CacheProbe, Reference]:
@@ -396,17 +396,17 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference, step: ProbeStep | CacheProbe) -> None:
-    """Refuse a model that, when no positions are passed, numbers its tokens other than 0, 1, 2, …"""
+    """Reject a model that, when no positions are passed, numbers its tokens other than 0, 1, 2, …"""
     found = run_module(module, reference.token_ids, None, step)
     reference.verify("with positions from 0 on", found)
 
 
 def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_len: int) -> None:
-    """Refuse a model whose positions depend on the step's other tokens, tested with a token at a very high position."""
+    """Reject a model whose positions depend on the step's other tokens, tested with a token at a very high position."""
     beside = torch.full_like(reference.positions[:, :1], max_model_len - 1)
     token_ids = torch.cat((reference.token_ids, reference.token_ids[:, :1]), dim=1)
     found = run_module(module, token_ids, torch.cat((reference.positions, beside), dim=1), ProbeStep())
-    reference.verify("beside a long sequence", found.part(0, token_ids.shape[1] - 1))
+    reference.verify("alongside a long sequence", found.part(0, token_ids.shape[1] - 1))
 
 
 def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:

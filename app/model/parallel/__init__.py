@@ -1,1 +1,1 @@
-"""Tensor parallelism: several processes, called ranks, compute one model together (`replicas.tensor_parallel`)."""
+"""Tensor parallelism: several processes, called ranks, run one model together (`replicas.tensor_parallel`)."""

@@ -21,7 +21,7 @@ class Kind(IntEnum):
     STEP = 1  # a step, encoded by `StepWriter`
     SYNC = 2  # empty; the rank answers with a SYNC when it has processed all earlier messages
     PREPARE = 3  # empty; asks the rank to prepare for its first step, for example to capture graphs
-    FAILED = 4  # JSON: an error that ends the sender, or that an adapter's load has raised
+    FAILED = 4  # JSON: an error that ends the sender, or that loading an adapter raised
     ADAPTER = 5  # JSON: a slot, and a file with the rank's part of an adapter; answered with a SYNC once loaded
 
 

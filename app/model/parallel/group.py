@@ -1,7 +1,7 @@
-"""Exchanges tensors between the ranks of a model: by gloo on CPUs, by NCCL and torch's symmetric memory on GPUs.
+"""Exchanges tensors between the ranks of a model: with gloo on CPUs, with NCCL and torch's symmetric memory on GPUs.
 
 All ranks must call the same functions in the same order. If one does not, the others raise ExchangeFailed after the
-group's timeout; if one ends, they raise it at once. Afterwards, the group can no longer be used.
+group's timeout; if one ends, they raise it immediately. Afterwards, the group can no longer be used.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class RankGroup:
             try:
                 self._symmetric = self.together(lambda: SymmetricSums(linked, rank, size, device))
             except (RuntimeError, ImportError, AttributeError) as error:  # other versions of torch use other names
-                logger.info("ranks add by NCCL and not through symmetric memory: %s", error)
+                logger.info("ranks add with NCCL instead of symmetric memory: %s", error)
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Return a context with the communicator for captured exchanges. Wrap a graph's warm-up and capture in it."""
+        """Use the communicator for captured exchanges in a `with` block. Wrap a graph's warm-up and capture in it."""
         return self._with(self._all[-1])
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which exchanges wait for no rank and only allocate, for work that may fail on one."""
+        """Let exchanges only allocate memory in a `with` block, without other ranks, for work that may fail on one."""
         return self._with(None)
 
     @contextmanager
@@ -87,9 +87,9 @@ class RankGroup:
             self._processes = self._all[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work`, which must wait for no other rank, on all ranks. If it fails on one, every rank raises an error.
+        """Run `work`, which must not wait for other ranks, on all ranks. If it fails on one, all ranks raise an error.
 
-        On every rank, `is_out_of_memory` returns whether the reason is a lack of memory.
+        On every rank, `is_out_of_memory` returns whether the cause is a lack of memory.
         """
         done, no_room, failed = 2, 1, 0
         outcome, error = done, None
@@ -105,7 +105,7 @@ class RankGroup:
         raise error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace each number by its sum over all ranks. Its bits depend neither on the rank nor on the other numbers.
+        """Replace each number with its sum over all ranks. Its bits depend neither on the rank nor on other numbers.
 
         The tensor must be contiguous, and equal in shape and type on all ranks.
         """
@@ -186,7 +186,7 @@ class ExchangeCounts:
     """
 
     def __init__(self, store: Path, size: int) -> None:
-        """Map the file with the counts, which is beside the group's `store`. Creates it if needed."""
+        """Map the file with the counts, which is next to the group's `store`. Creates it if needed."""
         count_bytes = 8
         with open(store.with_name(f"{store.name}-counts"), "a+b", buffering=0) as file:
             os.ftruncate(file.fileno(), size * count_bytes)  # fills a new file with zeros, and keeps existing counts

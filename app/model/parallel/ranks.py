@@ -1,7 +1,7 @@
 """Rank 0's side of tensor parallelism: starts the other ranks, sends them steps, and watches for ranks that hang.
 
-If a rank dies or hangs, so do the exchanges of its step, and no rank can run another one. The first error of a step or
-a rank therefore ends all ranks. The step raises DeviceLost, the engine ends, and other replicas resume its streams.
+If a rank dies or hangs, so do the exchanges of its step, and no rank can run another step. The first error of a step
+or a rank therefore ends all ranks. The step raises DeviceLost, the engine ends, and other replicas resume its streams.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from app.model.parallel.steps import StepWriter
 
 logger = logging.getLogger(__name__)
 
-# How long ranks wait for each other to connect, when all have already imported torch.
+# How long ranks wait for each other to connect, after all have imported torch.
 MEET_TIMEOUT_S = 60.0
 # The limit for reading weights, and for compiling kernels and capturing steps.
 START_TIMEOUT_S = 1800.0
@@ -112,8 +112,7 @@ class Ranks:
             a SYNC.
         step_timeout_s, start_timeout_s: the limits for a step, and for each of connecting, loading and capturing.
 
-        Raises:
-            CarouselError: a rank has ended with this error, or hangs and is named in the message.
+        Raises the CarouselError with which a rank ended, or one that names a rank that hangs.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="carousel-ranks-"))
         store = self._folder / "store"
@@ -122,7 +121,7 @@ class Ranks:
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._work: _Work | None = None
-        self._awaited: int | None = None  # the rank whose answer rank 0 waits for
+        self._awaited: int | None = None  # the rank whose answer rank 0 is waiting for
         self._loss: str | None = None
         self._is_closing = False
         self._lock = threading.Lock()  # held while one thread ends the ranks
@@ -137,11 +136,11 @@ class Ranks:
         )  # fmt: skip
         self._watching.start()
         started.wait()
-        # The timeout of exchanges is doubled, so that the watching thread finds and names the rank that hangs first.
+        # Exchanges have twice the timeout, so that the watching thread identifies the rank that hangs before they fail.
         exchanges_wait = 2
         with self._starting("the start of the ranks"):
             if len(self.processes) < size - 1:
-                raise Failure("a process for another rank could not be started; the log says more")
+                raise Failure("a process for another rank could not be started; see the log")
             own = {**settings, "size": size, "store": str(store), "timeout_s": exchanges_wait * start_timeout_s}
             for rank, channel in enumerate(self._channels, start=1):
                 channel.send(Kind.SETTINGS, json.dumps({**own, "rank": rank}).encode())
@@ -151,7 +150,7 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context for loading rank 0's part. On exit, wait until all ranks have loaded theirs.
+        """Wrap the loading of rank 0's part. On exit, wait until all ranks have loaded theirs.
 
         Raises the error that a failed rank has sent, or one that names the rank that hangs. All ranks have then ended.
         """
@@ -210,10 +209,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Return a context for a part of a step that may wait for other ranks.
-
-        Raises DeviceLost if a rank fails or the part takes too long.
-        """
+        """Wrap a part of a step that may wait for other ranks. Raises DeviceLost if a rank fails or hangs."""
         # A fraction of the step's timeout. `_look` checks eight times in a timeout, and `_lose` ends this process after
         # another eighth, so that both take effect before the timeout.
         hangs_after = 0.75
@@ -270,7 +266,7 @@ class Ranks:
 
     @contextmanager
     def _starting(self, name: str) -> Iterator[None]:
-        """Return a context for work that must succeed on all ranks. If it fails, all ranks are ended."""
+        """Wrap work that must succeed on all ranks. If it fails, all ranks are ended."""
         try:
             with self._bounded(name, self._start_timeout_s):
                 yield
@@ -285,7 +281,7 @@ class Ranks:
             raise told or Failure(f"the ranks cannot start: {reason}") from error
 
     def _missing(self) -> str | None:
-        """Name the ranks that the others wait for, or return None if no rank lags behind."""
+        """Name the ranks that other ranks are waiting for, or return None if no rank lags behind."""
         ranks = [self._awaited] if self._awaited is not None else self._counts.missing()
         return " and ".join(f"rank {rank}" for rank in ranks) or None
 
@@ -311,7 +307,7 @@ class Ranks:
             self._loss = reason
             close_note()  # NCCL may abort this process as a consequence, which is not a crash to report
             if not self._is_closing:
-                logger.error("all ranks are ended: %s", reason)
+                logger.error("ending all ranks: %s", reason)
             for process in self.processes:
                 process.kill()
             deadline = time.monotonic() + END_TIMEOUT_S
@@ -325,7 +321,7 @@ class Ranks:
     # ------------------------------------------------------------------ the thread that watches
 
     def _watch(self, start: Callable[[int], subprocess.Popen[bytes]], size: int, started: threading.Event) -> None:
-        """Start the ranks and watch them. One thread does both, as Linux kills a rank when its starting thread ends."""
+        """Start and watch the ranks. One thread does both, because Linux kills a rank when its starting thread ends."""
         with ExitStack() as files:
             try:
                 for _ in range(1, size):
@@ -370,6 +366,6 @@ class Ranks:
         deadline = time.monotonic() + exits_after * self._step_timeout_s
         while self._work is not None:
             if time.monotonic() > deadline:
-                logger.critical("work of this rank with other ranks does not end; the process ends")
+                logger.critical("this rank's work with other ranks does not finish; ending this process")
                 os._exit(70)
             time.sleep(0.01)

@@ -1,6 +1,6 @@
 """Splits a transformers model among ranks, for any architecture with a tensor parallel plan.
 
-A plan (`base_model_tp_plan`, `_tp_plan`) tells for modules and weights how they are split. Its format has been stable
+A plan (`base_model_tp_plan`, `_tp_plan`) specifies how modules and weights are split. Its format has been stable
 over many versions. transformers' own code that applies plans is not used: it relies on DTensor and a global process
 group, changes from version to version, and cannot end an exchange that hangs.
 """
@@ -104,15 +104,15 @@ class SplitPlan:
         self._plan: dict[str, str] = dict(getattr(module, "_tp_plan", None) or {})
         if not any(style in ("rowwise", *_WITH_WHOLE_INPUT) for style in self._plan.values()):
             raise UnsupportedModel(
-                f"{path} ({module.config.model_type}) cannot be divided among {group.size} ranks: transformers has no "
+                f"{path} ({module.config.model_type}) cannot be split among {group.size} ranks: transformers has no "
                 f"tensor parallel plan for its layers. Set replicas.tensor_parallel to 1"
             )
         known = _WHOLE | _OF_LINEAR | _OF_WEIGHTS | _OF_MODULES
         unknown = sorted(set(self._plan.values()) - known)
         if unknown:
             raise UnsupportedModel(
-                f"{path} ({module.config.model_type}) cannot be divided among {group.size} ranks: its tensor parallel "
-                f"plan has {', '.join(unknown)}, which is not implemented. Set replicas.tensor_parallel to 1"
+                f"{path} ({module.config.model_type}) cannot be split among {group.size} ranks: its tensor parallel "
+                f"plan uses {', '.join(unknown)}, which is not implemented. Set replicas.tensor_parallel to 1"
             )
 
     @torch.no_grad()
@@ -148,13 +148,13 @@ class SplitPlan:
     def _linear(self, name: str, linear: nn.Module, style: str) -> nn.Module:
         if not isinstance(linear, nn.Linear):
             raise UnsupportedModel(
-                f"{self._path} cannot be divided: {name} is a {type(linear).__name__}, not a linear layer"
+                f"{self._path} cannot be split: {name} is a {type(linear).__name__}, not a linear layer"
             )
         if style in _GATHERED and linear.out_features % self._group.size:
             return linear  # it stays whole on every rank, for example a head with 50,257 tokens
         if style == "colwise" or style in _GATHERED:
             _set(linear, self._evenly(name, linear.weight, 0), self._bias(name, linear))
-            # Every rank needs all outputs of other layers, but only rank 0 needs the logits, as it samples.
+            # Every rank needs all outputs of other layers, but only rank 0 needs the logits, because it samples.
             join = self._group.gather_at_first if linear is self._output else self._group.gather_columns
             return _Gathered(linear, join) if style in _GATHERED else linear
         bias = linear.bias if self._group.rank == 0 else None  # the sum must include the bias once
@@ -175,7 +175,7 @@ class SplitPlan:
 
     def _add_hook(self, module: nn.Module, style: str) -> None:
         group = self._group
-        if style == "moe_identity_expert":  # every rank computes this expert, so its input is divided by their number
+        if style == "moe_identity_expert":  # all ranks run this expert, so divide its input by the number of ranks
             module.register_forward_pre_hook(lambda _module, given: (given[0] / group.size, *given[1:]))
             return
 
@@ -233,7 +233,7 @@ class _Summed(nn.Module):
 
 
 def _set(linear: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Replace a linear layer's weights by copies of this rank's parts, so that the whole weights are freed."""
+    """Replace a linear layer's weights with copies of this rank's parts, so that the whole weights are freed."""
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     own_bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
     linear.register_parameter("bias", own_bias)

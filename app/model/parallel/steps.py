@@ -1,7 +1,7 @@
 """Encodes a step's inputs for the other ranks, as columns of 32-bit numbers.
 
-For a sequence that the other ranks know, only its new block ids are sent. A sequence is identified by its list of block
-ids, as in `cuda/block_tables.py`: the scheduler never shortens a list, and replaces it when it takes the blocks back.
+For a sequence that was sent before, only its new block ids are sent. A sequence is identified by its list of block
+ids, as in `cuda/block_tables.py`: the scheduler never shortens a list, and replaces it when it frees the blocks.
 
 Every step waits until its message is written and read. To keep it short, a decode step omits the columns whose values
 are the same for all of its sequences.
@@ -27,7 +27,7 @@ _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # only rank 0 samples
 
 @dataclass(slots=True)
 class _Table:
-    """The block ids of a sequence. Holding the list ensures that no other list can have its `id`."""
+    """The block ids of a sequence. Keeps the list alive, so that no other list can have its `id`."""
 
     number: int
     block_ids: list[int]

@@ -1,7 +1,7 @@
 """Sums over ranks whose bits do not depend on a number's position in the tensor.
 
-Every number is added up in the order of the ranks. A ring, as other libraries use it, would add each part of a tensor
-in another order, and a sequence's output would depend on the other sequences in its step.
+Every number is added up in the order of the ranks. A ring, as used by other libraries, would add each part of a tensor
+in a different order, so a sequence's output would depend on the other sequences in its step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 class SymmetricSums:
-    """Sums by torch's symmetric memory, which all cards map over NVLink, so that one launch reads all ranks' numbers.
+    """Sums with torch's symmetric memory, which all cards map over NVLink, so that one launch reads all ranks' numbers.
 
     torch's kernels also add in the order of the ranks, but round after each addition. Not yet run on a GPU.
     """
@@ -66,7 +66,7 @@ class SymmetricSums:
         rendezvous(self._memory, self._name)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Replace each number by its sum over all ranks. tensor: contiguous, in bfloat16 or float32."""
+        """Replace each number with its sum over all ranks. tensor: contiguous, in bfloat16 or float32."""
         operators, flat = torch.ops.symm_mem, tensor.view(-1)
         for piece in torch.split(flat, _SYMMETRIC_BYTES // tensor.itemsize):
             shared = self._memory[: piece.nbytes].view(piece.dtype)

@@ -231,7 +231,7 @@ async def test_a_request_that_comes_too_early_is_told_how_far_it_is(tokenizer: T
         ('{"text": "a", "id": "\\ud800"}', "half of a surrogate pair"),
         ('{"text": "\\udfff"}', "half of a surrogate pair"),
         ('{"text": "a"}\n' * 4, "has 4 documents; it should have 1 to 3"),
-        ('{"text": "' + "a" * 400 + '"}', "bytes; at most 300 are read"),
+        ('{"text": "' + "a" * 400 + '"}', "bytes; at most 300 are accepted"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(

@@ -51,13 +51,13 @@ def checked(*steps: Any, **more: Any) -> ApplicationConfig:
         ([{"kind": "sort"}], {}, "got 'sort'; must be one of rerank, "),
         ([{"model": "a"}], {}, "without a kind"),
         ([GENERATE | {"top_n": 3}], {}, "generate has no parameter 'top_n'; it has model"),
-        ([{"kind": "generate", "model": "c"}], {}, "[0].model: there is no model or pipeline 'c'; there are a, b, p"),
-        ([RERANK | {"model": "q"}, GENERATE], {"q": [GENERATE]}, "[0].model: there is no model 'q'; there are a, b"),
+        ([{"kind": "generate", "model": "c"}], {}, "[0].model: there is no model or pipeline 'c'; use one of a, b, p"),
+        ([RERANK | {"model": "q"}, GENERATE], {"q": [GENERATE]}, "[0].model: there is no model 'q'; use one of a, b"),
         ([{"kind": "generate", "model": "p"}], {}, "pipelines[0]: the pipeline would call itself: p → p"),
         ([{"kind": "generate", "model": "q"}], {"q": [{"kind": "cascade", "small": "a", "large": "p"}]}, "p → q → p"),
         ([{"kind": "cascade", "small": "a", "large": "a"}], {}, "small and large are both 'a'"),
         ([{"kind": "cascade", "small": "a", "large": "b", "min_mean_logprob": 1}], {}, "less than or equal to 0"),
-        ([GENERATE], {"a": [GENERATE]}, "pipelines have the same name: a"),
+        ([GENERATE], {"a": [GENERATE]}, "pipelines are named a"),
     ],
 )  # fmt: skip
 def test_its_settings_are_checked(steps: list[Any], more: dict[str, Any], words: str) -> None:
@@ -155,7 +155,7 @@ def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
     ("model_info", "pooling", "steps", "words"),
     [
         ({"generates": False}, Pooling.LAST, [GENERATE], "pipelines[0].steps[0].model: a is an encoder"),
-        ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b gives neither embeddings nor scores"),
+        ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b computes no embeddings or scores"),
     ],
 )
 def test_a_model_that_cannot_do_what_a_step_asks_is_refused_at_the_start(

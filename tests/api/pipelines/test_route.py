@@ -109,7 +109,7 @@ def test_by_decision_the_description_that_a_model_chooses_counts(tokenizer: Toke
         assert answer.json["usage"]["pipeline"]["steps"][0]["confidence"] == pytest.approx(math.exp(-1))
     asked = tokenizer.decode(service.generate.requests[0].prompt_token_ids)
     assert "Write a function\n\nQuestion: What is this text?\n\nA. a task for code\nB. a task for a poet\n" in asked
-    with pytest.raises(ValidationError, match=r"cases\[1\] has no condition; .*, the case must have description"):
+    with pytest.raises(ValidationError, match=r"cases\[1\] has no condition; .*, so the case must have description"):
         routed(tokenizer, [cases[0], {"model": "b"}], classifier="a")
 
 
@@ -214,14 +214,14 @@ BY_CLASSIFIER: dict[str, Any] = {"header": None, "classifier": "a"}
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"header": None}, "cases[0] has values; in this route by the prompt's length, the case must have max_"),
-        ({"classifier": "a"}, "a route has a header or a classifier; remove one of the two"),
+        ({"header": None}, "cases[0] has values; the route chooses by the prompt's length, so the case must have max_"),
+        ({"classifier": "a"}, "a route cannot have both a header and a classifier; remove one of the two"),
         ({"cases": [{"model": "a", "values": ["x"]}]}, "at least 2 items"),
         ({"cases": [{"model": "a"}, {"model": "b"}]}, "cases[0] has no condition"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "b", "values": ["y"]}]}, "must have no condition"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "c"}]}, "steps[0].cases[1].model: there is no model or"),
-        (BY_CLASSIFIER | {"cases": [XS, XS]}, "cases[1] has values; in this route by a classifier, the case"),
-        (BY_CLASSIFIER | {"cases": [{"model": "a"}] * 2}, "cases[0] has no condition; in this route by a cl"),
+        (BY_CLASSIFIER | {"cases": [XS, XS]}, "cases[1] has values; the route chooses by a classifier, so the case"),
+        (BY_CLASSIFIER | {"cases": [{"model": "a"}] * 2}, "cases[0] has no condition; the route chooses by a cl"),
         (BY_CLASSIFIER | {"cases": [{"model": "a", "examples": ["x"]}, {"model": "b"}]}, "the case must have examples"),
         (BY_CLASSIFIER | {"cases": [{"model": "a"}, {"model": "b", "description": "x"}]}, "must have description"),
     ],

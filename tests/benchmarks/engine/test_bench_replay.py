@@ -553,7 +553,7 @@ def test_a_cut_last_line_is_left_out(
     ("files", "message"),
     [
         ({}, "holds 0 runs"),
-        ({"steps-a-00001.jsonl": ""}, "this is no step log"),
+        ({"steps-a-00001.jsonl": ""}, "this is not a step log"),
         ({"steps-a-00001.jsonl": '{"step_log":99}\n'}, "the log has format 99; this version reads format 2"),
         ({"steps-a-00001.jsonl": "header\nnonsense\n"}, ":2: this is no entry of a step log"),
         ({"steps-a-00001.jsonl": 'header\n{"step":1,"nonsense":2}\n'}, ":2: this is no entry of a step log"),

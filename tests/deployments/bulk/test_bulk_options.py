@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -51,6 +52,22 @@ def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> N
         options("--config", config)
 
 
+@pytest.mark.parametrize(
+    ("large", "expected"),
+    [
+        ("engine: {model: {path: models/demoo}}", "models[1].engine.model.path: got 'models/demoo'; there is no such"),
+        ("pooling: cls", "models[1]: pooling of large: got cls"),
+    ],
+)
+def test_mistakes_in_the_files_of_the_configs_model_are_found_before_any_engine_starts(
+    large: str, expected: str, config: Path
+) -> None:
+    config.write_text(CONFIG.replace("engine: {model: {path: models/demo, dtype: bfloat16}}", large))
+    with pytest.raises(InvalidSetup, match=re.escape(expected)):
+        options("--config", config, "--model", "large")
+    assert options("--config", config, "--model", "small").served.name == "small"
+
+
 def test_rows_leave_nothing_in_a_tier_of_the_service(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(CONFIG.replace("scheduler: {max_running: 7}", "cache: {tiers: [{path: /kv}]}"))
@@ -82,7 +99,7 @@ def test_what_no_run_can_mean_is_a_mistake_of_the_command_line(arguments: list[s
 @pytest.mark.parametrize(
     ("content", "arguments", "words"),
     [
-        (None, [], "there is no such file"),
+        (None, [], "no file was found"),
         ("", [], "has no rows"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', [], "'1' in in.jsonl:1, in.jsonl:2"),
         ('{"text": "a"}\n', [], "no row has a prompt or messages column"),
@@ -107,7 +124,7 @@ def test_another_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text(json.dumps({"version": 2, "fingerprint": "another"}))
     assert main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--resume"]) == 1
-    assert "holds another run" in capsys.readouterr().err
+    assert "contains another run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -166,5 +166,5 @@ def test_a_result_of_numbers_that_are_none_is_a_failure(simulated: Models, url: 
     item = asyncio.run(prepare_row(Item(number=7, id="a", url=url, body=body), simulated.service.handler))
     assert isinstance(item, PreparedItem)
     assert item.text_of_numbers is not None
-    with pytest.raises(Failure, match="the model gave a vector of length nan"):
+    with pytest.raises(Failure, match="the model returned a vector of length nan"):
         item.text_of_numbers([np.full(2, math.nan, np.float32) for _ in item.requests])

@@ -138,6 +138,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a setting of ours": (_set(f"{ENGINE}.modle", {}), "models[0].engine.modle: no such setting; did you mean 'model'"),
     "a number": (_set(f"{ENGINE}.scheduler.max_running", 0), "models[0].engine.scheduler.max_running: got 0; must be"),
     "a choice": (_set(f"{MODEL}.replicas.dispatch", "random"), "models[0].replicas.dispatch: got 'random'; must be"),
+    "a pooling": (_set(f"{MODEL}.pooling", "cls"), "models[0]: pooling of demo: got cls, the first token"),
     "a user config": (
         _set(f"{APP}.deployments", [{"name": "replica-demo", "user_config": {"scheduler": {"max_runnning": 3}}}]),
         "user_config.scheduler.max_runnning: no such setting; did you mean 'max_running'?",
@@ -164,16 +165,16 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a config.json that is cut": (_model(config='{"model_type": "lla'), "config.json"),
     "a model type": (
         _model(config={"model_type": "lama"}),
-        "model_type 'lama' is not known to transformers here; did you mean 'llama'?",
+        "model_type 'lama' is unknown to transformers here; did you mean 'llama'?",
     ),
     "a new model type": (
         _model(config={"model_type": "zzzzzz9"}),
-        "'zzzzzz9' is not known to transformers here; a newer",
+        "'zzzzzz9' is unknown to transformers here; a newer",
     ),
-    "a state": (_model(config={"model_type": "rwkv"}), "is a rwkv model; the time mixing of RWKV is not computed here"),
+    "a state": (_model(config={"model_type": "rwkv"}), "is a rwkv model; the time mixing of RWKV is not supported"),
     "a context": (_short, "model.max_model_len is 9,000; "),
     "no weights": (_model(config=LLAMA, tokenizer={}), "has no weights: there is no model*.safetensors"),
-    "weights of torch": (_model(config=LLAMA, bin=""), "has no weights: model.bin is not read: only safetensors are"),
+    "weights of torch": (_model(config=LLAMA, bin=""), "has no weights: model.bin is not read, only safetensors are"),
     "no tokenizer": (_model(config=LLAMA, weights=""), "has no tokenizer: there is no tokenizer.json"),
     "a GGUF file that is cut": (_gguf(b"GGUF\x03\0\0\0"), "is damaged or cut short: its header cannot be read beyond"),
     "a file that is no GGUF file": (_gguf(b"PK\x03\x04"), "is not a GGUF file"),
@@ -199,7 +200,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         _set(f"{APP}.args.pipelines", [{"name": "p", "steps": [{"kind": "answer", "model": "other"}]}]),
         "pipelines[0].steps[0]",
     ),
-    "a config.json that is a list": (_model(config=[1]), "its config.json has no settings by name"),
+    "a config.json that is a list": (_model(config=[1]), "its config.json is not a JSON object"),
     "a model type that is a list": (_model(config={"model_type": ["llama"]}), "model_type is ['llama']; it should be"),
     "a text_config that is a text": (
         _model(config={**LLAMA, "text_config": "x"}, tokenizer={}),
@@ -220,7 +221,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda document, _: document["applications"][0]["args"]["models"].append(
             copy.deepcopy(document["applications"][0]["args"]["models"][0])
         ),
-        "models, adapters and pipelines have the same name: demo",
+        "several models, adapters or pipelines are named demo",
     ),
     "GPUs for a CPU": (
         _set(f"{MODEL}.replicas.num_gpus", 1),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -18,7 +19,7 @@ from ray.serve.schema import (
     ServeStatus,
 )
 
-from deployments.launcher.rollout import READY, SERVICE, _doing, _welcome
+from deployments.launcher.rollout import READY, SERVICE, _doing, _schema, _welcome
 from deployments.serve.settings import ServeFile, read_serve_file
 
 UNPLACED = (
@@ -51,6 +52,18 @@ def status_of(**deployments: DeploymentStatusOverview) -> ServeStatus:
 
 
 HEALTHY = deployment("HEALTHY", RUNNING=1)
+
+
+@pytest.mark.parametrize(("host", "expected"), [(None, "127.0.0.1"), ("::1", "::1")])
+def test_a_service_listens_on_this_machine_only_if_its_config_names_no_host(
+    host: str | None, expected: str, tmp_path: Path
+) -> None:
+    document = yaml.safe_load(Path("deployments/serve.yaml").read_text())
+    document["http_options"] = {"port": 8123} | ({} if host is None else {"host": host})
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(document))
+    http_options = _schema(path, read_serve_file(path)).http_options
+    assert (http_options.host, http_options.port) == (expected, 8123)
 
 
 @pytest.mark.parametrize(

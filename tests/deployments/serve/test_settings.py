@@ -81,7 +81,7 @@ def test_a_misspelt_setting_is_named_with_the_right_spelling() -> None:
 def test_an_invented_setting_is_answered_with_those_that_exist() -> None:
     assert (
         message_for(zzz=1)
-        == "models[0].zzz: no such setting; there are name, aliases, tool_parser, pooling, deadline_s, adapters, "
+        == "models[0].zzz: no such setting; use one of name, aliases, tool_parser, pooling, deadline_s, adapters, "
         "prices, engine, replicas"
     )
 
@@ -100,8 +100,8 @@ def test_two_settings_that_contradict_each_other_are_explained() -> None:
         ({"target_s": -1.5}, ".target_s: got -1.5; must be greater than 0"),
         (
             {"target_s": 2.0, "target_tokens": 512},
-            ".target_tokens: this setting was removed; leave it out, or write target_s, seconds of work for each "
-            "replica: divide these tokens by the tokens_per_s of a replica in GET /admin/fleet",
+            ".target_tokens: this setting was removed; leave it out, or set target_s, the seconds of work per replica: "
+            "divide the tokens by a replica's tokens_per_s in GET /admin/fleet",
         ),
         ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
         (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
@@ -280,7 +280,7 @@ def test_the_groups_of_a_trial_differ_in_what_they_name() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([A, A], "replicas: groups have the same name: a; give each its own"),
+        ([A, A], "replicas: several groups have the same name: a; give each group its own"),
         ([A, B, {"name": "c"}], "replicas: 3 groups and num_replicas=2: every group needs a replica"),
         ([A, B | {"share": 0}], "replicas.groups[1].share: got 0; must be greater than 0"),
     ],
@@ -300,7 +300,7 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
         ({"prefill_replicas": 1, "autoscaling": {}}, "needs at least 2 replicas: raise autoscaling.min_replicas"),
         (
             {"prefill_replicas": 1, "groups": [A, B]},
-            "prefill_replicas and groups: replicas for prefill and decode hav",
+            "prefill_replicas and groups: replicas for prefill and decode must hav",
         ),
         ({"prefill_replicas": 1, "tensor_parallel": 2}, "prefill_replicas and tensor_parallel=2: replicas for prefill"),
         (
@@ -326,9 +326,9 @@ def test_roles_are_groups_of_replicas() -> None:
     [
         ({"policy": "magic"}, ".policy: got 'magic'; must be one of"),
         ({"max_step_tokens": 8}, ": max_step_tokens=8 is below max_running=32"),
-        ({"speed": 8}, ".speed: no such setting; there are preset, strategy"),
+        ({"speed": 8}, ".speed: no such setting; use one of preset, strategy"),
         ({"max_running": 0}, ".max_running: got 0; "),
-        ({"max_waiting": 9999}, ": max_running + max_waiting is 10,031, but the model's replicas take 288"),
+        ({"max_waiting": 9999}, ": max_running + max_waiting is 10,031, but engine.scheduler allows only 288"),
     ],
 )
 def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], message: str) -> None:
@@ -339,12 +339,15 @@ def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], m
 @pytest.mark.parametrize(
     ("webhooks", "mistake"),
     [
-        ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file go together: set both or neither"),
+        ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file belong together; set both or neither"),
         ({"allowed_networks": ["10.0.0.1/8"]}, "batches.webhooks.allowed_networks: 10.0.0.1/8 has host bits set"),
-        ({"url": "http://8.8.8.8/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url should begin with"),
-        ({"url": "https://a@b.example/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url should be like"),
+        ({"url": "http://8.8.8.8/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url must begin with"),
+        (
+            {"url": "https://a@b.example/", "secret_file": "SECRET"},
+            "batches.webhooks.url: webhook.url must be a URL like",
+        ),
         ({"url": "https://a.example/", "secret_file": "missing"}, "batches.webhooks.secret_file: missing: No such"),
-        ({"url": "https://a.example/", "secret_file": "WRONG"}, "batches.webhooks.secret_file: webhook.secret should"),
+        ({"url": "https://a.example/", "secret_file": "WRONG"}, "batches.webhooks.secret_file: webhook.secret must"),
     ],
     ids=str,
 )

@@ -120,7 +120,7 @@ def test_a_request_that_expires_while_it_runs_ends_then_and_frees_its_blocks(pol
     timed = TimedEngine(policy=policy)
     outcome = timed.finish(make_request(request_id="slow", max_tokens=900, deadline_s=0.055))
     assert isinstance(outcome.errors["slow"], DeadlineMissed)
-    assert "while it ran" in outcome.errors["slow"].message
+    assert "while the request was running" in outcome.errors["slow"].message
     assert len(outcome.token_ids["slow"]) == 5
     assert len(timed.runner.batches) == 6
     assert timed.stats.num_free_blocks == timed.stats.num_blocks

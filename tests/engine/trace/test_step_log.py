@@ -132,7 +132,7 @@ def test_with_a_slow_disk_entries_are_dropped_and_counted_without_waiting(
                 taken.append(number)
             number += 1
     assert [record.message for record in caplog.records] == [
-        "the step log drops entries: the disk is too slow for it; serving goes on"
+        "the disk is too slow for the step log, which drops entries; serving continues"
     ]
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(pipe.read_all()))
@@ -162,12 +162,12 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_engine(tmp_path: Path, caplo
     while log.put(Abort(1)):
         pass
     log.close()
-    assert "the step log ends here, serving goes on" in caplog.text
+    assert "the step log cannot be written any more; serving continues" in caplog.text
     assert not log.put(Abort(2))
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = EngineConfig(step_log=StepLogConfig(path=str(tmp_path / "file" / "folder")))
-    with pytest.raises(InvalidSetup, match=r"step_log\.path: got .*file/folder; it cannot be written"):
+    with pytest.raises(InvalidSetup, match=r"step_log\.path: .*file/folder is not writable"):
         recorder_of(config, runner=CountingRunner(), model_info=FACTS, num_blocks=8)

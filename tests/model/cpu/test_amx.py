@@ -110,7 +110,7 @@ def test_sizes_that_do_not_fit_are_left_to_vector_instructions(
         for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
             rows = step(pieces, chunk(PROMPT, start, size, BLOCKS))
     assert torch.equal(rows[0], whole)
-    assert f"not AMX: inputs of {next(iter(shape.values()))} are no multiples of 32" in caplog.text
+    assert f"not AMX: inputs of {next(iter(shape.values()))} are not multiples of 32" in caplog.text
 
 
 @pytest.mark.skipif("amx_bf16" not in native._cpu(), reason="on a CPU without AMX the next test is refused in earnest")

@@ -198,12 +198,12 @@ def test_a_token_without_a_number_shows_it_and_does_not_disturb_others(
 
 
 def test_a_shared_expert_is_left_to_transformers_code() -> None:
-    assert why_not_native(build_tiny_model("qwen2_moe")) == "the C++ decoder has no shared expert"
+    assert why_not_native(build_tiny_model("qwen2_moe")) == "the C++ decoder does not support shared experts"
 
 
 def test_experts_beside_an_mlp_are_left_to_transformers_code() -> None:
     model = build_tiny_model("gemma4", enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
-    assert why_not_native(model) == "its layers have experts beside an MLP"
+    assert why_not_native(model) == "its layers have experts alongside an MLP"
 
 
 def test_layers_that_read_the_keys_of_an_earlier_layer_store_none(tiny_model_path) -> None:  # type: ignore[no-untyped-def]

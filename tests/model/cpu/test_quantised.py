@@ -214,7 +214,7 @@ def test_a_matrix_takes_little_more_than_its_bits() -> None:
 
 @pytest.mark.parametrize("quantization", QUANTISED)
 def test_a_model_of_another_architecture_is_refused(quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    message = f"quantization is {quantization}, .*gpt_neox cannot run there: GPTNeoXForCausalLM is none"
+    message = f"quantization is {quantization}, .*gpt_neox cannot run there: GPTNeoXForCausalLM is not one of"
     with pytest.raises(InvalidSetup, match=message):
         quantised(tiny_model_path("gpt_neox"), quantization=quantization)
 
@@ -226,7 +226,7 @@ def test_it_is_refused_without_native_code(tiny_model_path, monkeypatch: pytest.
 
 
 def test_a_block_size_that_native_code_cannot_use_is_refused(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(InvalidSetup, match="block_size is 8, no multiple of 16"):
+    with pytest.raises(InvalidSetup, match="block_size is 8, which is not a multiple of 16"):
         load(tiny_model_path("llama"), quantization="int8", block_size=8)
 
 

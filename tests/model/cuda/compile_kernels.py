@@ -47,7 +47,7 @@ from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
 from app.model.llama import DecoderSettings, ExpertSettings, LayerSettings
-from app.model.recurrence import StatePieces
+from app.model.recurrence import DeltaRuleInputs, MambaInputs, StatePieces
 from tests.kit.models import CPU, scheduled
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
@@ -276,12 +276,13 @@ def launch_recurrence(dtype: torch.dtype, *, key_dim: int, value_dim: int) -> No
             values.flatten(1), zeros(num_channels, 4), bias, zeros(2, 3, num_channels), pieces, activation="silu"
         )
     states = torch.zeros(2, num_heads, key_dim, value_dim, device="meta")
-    ours.gated_delta_rule(keys, keys, values, by_head, by_head.to(dtype), states, pieces, scale=0.1, normalises=True)
-    ours.mamba1(
-        values.flatten(1), by_channel, by_channel.new_zeros(num_channels, 16), keys[:, 0, :16], keys[:, 0, :16],
-        by_channel[0], by_channel.new_zeros(2, num_channels, 16), pieces,
-    )  # fmt: skip
-    ours.mamba2(values, by_head, by_head[0], keys, keys, by_head[0], states.transpose(2, 3).contiguous(), pieces)
+    delta_rule = DeltaRuleInputs(keys, keys, values, by_head, by_head.to(dtype))
+    ours.gated_delta_rule(delta_rule, states, pieces, scale=0.1, normalises=True)
+    decay, into = by_channel.new_zeros(num_channels, 16), keys[:, 0, :16]
+    first = MambaInputs(values.flatten(1), by_channel, decay, into, into, by_channel[0])
+    ours.mamba1(first, by_channel.new_zeros(2, num_channels, 16), pieces)
+    second = MambaInputs(values, by_head, by_head[0], keys, keys, by_head[0])
+    ours.mamba2(second, states.transpose(2, 3).contiguous(), pieces)
 
 
 def launch_copies() -> None:

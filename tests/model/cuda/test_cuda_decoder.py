@@ -197,8 +197,8 @@ def test_shares_of_experts_and_shared_experts_are_those_of_transformers_code(
 @pytest.mark.parametrize(
     ("architecture", "changes", "reason"),
     [
-        ("gemma2", {}, "Gemma2ForCausalLM is none of Llama"),
-        ("qwen3_moe", {"hidden_act": "gelu"}, "its MLP is activated by gelu, not silu"),
+        ("gemma2", {}, "Gemma2ForCausalLM is not one of Llama"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "its MLP uses the activation gelu, not silu"),
     ],
 )
 def test_a_model_that_it_does_not_know_runs_on_transformers_code(
@@ -240,7 +240,7 @@ def test_positions_that_follow_the_length_are_those_of_transformers_code(
     items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]),)
     with caplog.at_level(logging.INFO):
         model = load(tmp_path)
-    assert "positions of a sequence of 256 tokens" in caplog.text
+    assert "positions for 256 tokens" in caplog.text
     assert isinstance(model, CudaModel)
     assert len(model.weights.rotary) == 256
     theirs = predict(load_transformers(tmp_path), *items).logits

@@ -108,5 +108,5 @@ def test_blocks_without_layers_are_sized_by_the_memory_of_the_host() -> None:
     assert found == num_blocks_that_fit(cache, {}, dtype=torch.float32)
     layers = {0: LayerShape(num_kv_heads=1, key_dim=8, value_dim=8)}
     assert num_blocks_that_fit(cache, layers, dtype=torch.float32, gpu_bytes=2**20) == 2**20 // (4 * 16 * 4)
-    with pytest.raises(InvalidSetup, match=r"gpu_memory_fraction=0\.9 leaves .* beside 1\.000 GiB for states"):
+    with pytest.raises(InvalidSetup, match=r"gpu_memory_fraction=0\.9 leaves .* next to 1\.000 GiB for states"):
         num_blocks_that_fit(cache, layers, dtype=torch.float32, gpu_bytes=2**20, taken_bytes=2**30)

@@ -266,17 +266,17 @@ class TestRefused:
             monkeypatch.setattr(f"app.model.{room}.device_of", lambda config: torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-        reason = r"NVIDIA A100 has compute capability 8\.0, and FP8 needs 8\.9 or more\. Set .* to none"
-        with pytest.raises(InvalidSetup, match=f"only the decoder for CUDA computes; .*{reason}"):
+        reason = r"NVIDIA A100 has compute capability 8\.0, but FP8 needs 8\.9 or higher\. Set .* to none"
+        with pytest.raises(InvalidSetup, match=f"only the decoder for CUDA supports; .*{reason}"):
             load(tiny_model_path("llama"))
 
     def test_a_cpu(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
         monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
-        with pytest.raises(InvalidSetup, match=r"it runs on cpu; a CPU has model\.quantization: int8 and int4"):
+        with pytest.raises(InvalidSetup, match=r"it runs on cpu; a CPU supports model\.quantization: int8 and int4"):
             load(tiny_model_path("llama"))
 
     def test_another_architecture(self, tiny_model_path: Callable[[str], Path]) -> None:
-        with pytest.raises(InvalidSetup, match="Gemma2ForCausalLM is none of"):
+        with pytest.raises(InvalidSetup, match="Gemma2ForCausalLM is not one of"):
             load(tiny_model_path("gemma2"))
 
     def test_sizes_that_do_not_fit(self, tmp_path: Path) -> None:
@@ -295,5 +295,5 @@ class TestRefused:
     @pytest.mark.parametrize("other", [{"device": "cpu"}, {"backend": "torch"}, {"dtype": "float32"}])
     def test_settings_that_contradict_it(self, other: dict[str, str]) -> None:
         name, value = next(iter(other.items()))
-        with pytest.raises(ValidationError, match=f"only the decoder for CUDA computes, and {name} is {value}"):
+        with pytest.raises(ValidationError, match=f"only the decoder for CUDA supports, but {name} is {value}"):
             ModelConfig.model_validate({"quantization": "fp8"} | other)

@@ -205,7 +205,7 @@ class TestRefused:
     def test_a_cpu(self, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
         monkeypatch.setattr("app.model.loader.load_model", None)  # before any weight is read
-        reason = r"only Triton's attention on a GPU has; .*: it runs on cpu; a CPU has cache\.dtype: int8\. .* to auto"
+        reason = r"only Triton's attention on a GPU supports; .* on cpu; a CPU supports cache\.dtype: int8\. .* to auto"
         with pytest.raises(InvalidSetup, match=f"cache.dtype is fp8, which {reason}"):
             load_runner(in_fp8_config(tiny_model_path("llama"), device="cpu"))
 
@@ -215,8 +215,8 @@ class TestRefused:
         monkeypatch.setattr("app.model.loader.load_model", None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-        with pytest.raises(InvalidSetup, match=r"NVIDIA A100 has compute capability 8\.0, and FP8 needs 8\.9 or more"):
+        with pytest.raises(InvalidSetup, match=r"A100 has compute capability 8\.0, but FP8 needs 8\.9 or higher"):
             load_runner(in_fp8_config(tiny_model_path("llama")))
         in_int8 = in_fp8_config(tiny_model_path("llama")).model_copy(update={"cache": CacheConfig(dtype="int8")})
-        with pytest.raises(InvalidSetup, match=r"only native attention on a CPU has; .* it runs on cuda"):
+        with pytest.raises(InvalidSetup, match=r"only native attention on a CPU supports; .* it runs on cuda"):
             load_runner(in_int8)

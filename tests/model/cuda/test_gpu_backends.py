@@ -230,7 +230,7 @@ def test_a_replica_starts_with_no_other_backend_than_the_named_one(
     small_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Break, named: str
 ) -> None:
     breaks(monkeypatch)
-    with pytest.raises(InvalidSetup, match=rf"model\.backend is {named}, and .*{named}: .*leave model\.backend out"):
+    with pytest.raises(InvalidSetup, match=rf"model\.backend is {named}, but .*{named}: .*remove model\.backend"):
         engine_of(small_path, backend=named)
 
 
@@ -270,7 +270,7 @@ def test_keys_and_values_in_fp8_become_those_of_the_model_where_no_kernel_works(
     breaks_kernels_at_compile(monkeypatch)
     with caplog.at_level(logging.WARNING):
         serves(small_path, TORCH, cache=CACHE | {"dtype": "fp8"})
-    assert "cache.dtype is fp8, which torch does not compute" in caplog.text
+    assert "cache.dtype is fp8, which torch does not support" in caplog.text
 
 
 def test_weights_in_fp8_become_bfloat16_without_our_decoder() -> None:
@@ -283,7 +283,7 @@ def test_a_promise_that_plain_torch_does_not_keep_is_not_broken(
     small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks_kernels_at_compile(monkeypatch)
-    with pytest.raises(UnsupportedModel, match=r"torch: model\.batch_invariant is set, and its products"):
+    with pytest.raises(UnsupportedModel, match=r"torch: model\.batch_invariant is set, but this backend's products"):
         engine_of(small_path, batch_invariant=True)
 
 
@@ -316,7 +316,7 @@ def test_a_model_that_no_backend_computes_is_refused_with_all_reasons(
     monkeypatch.setattr(
         "app.model.implementations.loaded_model.LoadedModel.difference_in_steps", lambda *_: "all is wrong"
     )
-    with pytest.raises(UnsupportedModel, match=r"runs with no backend here: graphs: .*all is wrong; eager: .*torch: "):
+    with pytest.raises(UnsupportedModel, match=r"no backend can run .* here: graphs: .*all is wrong; eager: .*torch"):
         engine_of(small_path)
 
 
@@ -336,7 +336,7 @@ class TestLostDevices:
             self.now += 60
             reason = file.left_out()[GRAPHS]
             assert "it ended a replica 1 minutes ago, an illegal memory access" in reason, number
-            assert f"model.backend: {GRAPHS} tries it now" in reason
+            assert f"set model.backend: {GRAPHS} to try it now" in reason
             self.now += EXCLUDED_S
             assert file.left_out() == {}
         file.note([GRAPHS], "an illegal memory access")
@@ -454,7 +454,7 @@ def test_ranks_begin_with_a_backend_that_none_of_them_leaves_out(small_path: Pat
         ladder.agree(lambda number: min(number, next(said)))
         assert list_backends(ladder) == [LIBRARY, TORCH]
     assert next(said, None) is None
-    assert ladders[1].failed == {TRITON: "why"} | dict.fromkeys((GRAPHS, EAGER), "another rank leaves it out")
+    assert ladders[1].failed == {TRITON: "why"} | dict.fromkeys((GRAPHS, EAGER), "another rank excludes it")
 
 
 def test_a_reason_has_the_end_of_what_a_compiler_says() -> None:
@@ -488,7 +488,7 @@ def test_a_device_that_is_lost_while_a_backend_loads_is_noted(
     ladder = Ladder.of(config_of(small_path), gpu_device, driver="1", why_no_triton=None, is_shared=False)
     with (
         pytest.raises(
-            Failure, match=r"backend graphs does not work: the device is lost .*access\. The next start tries another"
+            Failure, match=r"backend graphs does not work: the device is lost .*access\. Another one is tried"
         ),
         ladder.trying(GRAPHS),
     ):
@@ -581,8 +581,8 @@ def test_a_crash_or_a_hang_ends_the_process_and_the_next_one_takes_another_backe
         patch.setattr("app.model.crash_notes.HANGS_S", HANGS_S)
         failed = serves(small_path, TRITON).failed  # without our decoder
     assert set(failed) == {GRAPHS, EAGER}
-    assert f"ago, at the load, {reason}" in failed[GRAPHS]
-    assert "model.backend: graphs tries it now" in failed[GRAPHS]
+    assert f"ago, while loading, {reason}" in failed[GRAPHS]
+    assert "set model.backend: graphs to try it now" in failed[GRAPHS]
 
 
 def test_a_process_that_ends_otherwise_is_not_taken_for_a_crash(small_path: Path, tmp_path: Path) -> None:
@@ -607,6 +607,6 @@ def test_a_backend_that_lost_its_device_is_not_taken_because_a_capture_fails(
 def test_a_cpu_has_no_backends_of_gpus(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
     for backend in ("eager", "triton", "graphs"):
-        with pytest.raises(InvalidSetup, match=r"is for GPUs, and .* runs on a CPU"):
+        with pytest.raises(InvalidSetup, match=r"needs a GPU, but .* runs on a CPU"):
             engine_of(small_path, backend=backend)
     assert device.why_no_triton(torch.device("cpu")) is None

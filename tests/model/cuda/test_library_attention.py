@@ -47,7 +47,7 @@ def test_steps_have_the_tokens_of_generate(
     )  # fmt: skip
     if architecture in OTHERS:
         with pytest.raises(
-            InvalidSetup, match=r"library, and \S+ does not run that way here: library: .* has no softcap"
+            InvalidSetup, match=r"library, but it cannot run \S+ here: library: .* does not support softcap"
         ):
             build_sync_engine(config)
         return
@@ -93,13 +93,13 @@ def test_what_it_does_not_compute_is_told() -> None:
     assert why_not(sliding_window=5) is None
     assert why_not(shape_of(256, 256)) is None
     for refused, words in (
-        (why_not(dtype=torch.float64), "in 16 bits"),
-        (why_not(shape_of(192, 128)), "192 numbers in a key and 128 in a value, which layer 7"),
-        (why_not(shape_of(512, 512)), "512 numbers"),
-        (why_not(shape_of(20, 20)), "20 numbers"),
-        (why_not(softcap=30.0), "no softcap, which layer 7"),
-        (why_not(sinks=torch.zeros(4)), "no attention sinks, which layer 7"),
-        (why_not(is_latent=True), "no latents, which layer 7"),
+        (why_not(dtype=torch.float64), "a 16-bit type"),
+        (why_not(shape_of(192, 128)), "keys of 192 and values of 128 numbers, as in layer 7"),
+        (why_not(shape_of(512, 512)), "of 512 numbers"),
+        (why_not(shape_of(20, 20)), "of 20 numbers"),
+        (why_not(softcap=30.0), "not support softcap, which layer 7"),
+        (why_not(sinks=torch.zeros(4)), "not support attention sinks, which layer 7"),
+        (why_not(is_latent=True), "not support latents, which layer 7"),
     ):
         assert refused is not None
         assert words in refused

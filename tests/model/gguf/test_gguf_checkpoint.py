@@ -273,7 +273,7 @@ def test_a_full_disk_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("app.model.gguf.checkpoint.save_tokenizer", write)
-    with pytest.raises(InvalidSetup, match=r"cannot be written to .*: No space left on device; free some room, .*XDG"):
+    with pytest.raises(InvalidSetup, match=r"cannot be written to .*: No space left on device; free some space, .*XDG"):
         checkpoint_of(path, cache)
 
 
@@ -292,7 +292,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_named(change: str, tmp_path: 
     else:
         write_gguf(path, tiny_model(), GGMLQuantizationType.Q8_0)
     message = (
-        "has the weights of this model, and cannot be read: No such"
+        "has the weights of this model, but cannot be read: No such"
         if change == "gone"
         else "has changed since it was read"
     )
@@ -351,7 +351,7 @@ def test_a_model_in_parts_is_the_model(tmp_path: Path, cache: Path) -> None:
         (tmp_path / "links" / part.name).symlink_to(part.rename(part.with_suffix("")))  # as the hub's cache has them
     assert resolve_model_path(str(tmp_path / "links" / first.name))
     renamed = first.rename(first.with_name("tiny.gguf"))
-    with pytest.raises(InvalidSetup, match=r"is one of 3 parts, and its name does not end in -00001-of-00003\.gguf"):
+    with pytest.raises(InvalidSetup, match=r"is one of 3 parts, but its name does not end in -00001-of-00003\.gguf"):
         checkpoint_of(renamed, cache)
 
 
@@ -378,16 +378,14 @@ def test_what_a_model_sees_images_with_is_refused_by_name(tmp_path: Path, cache:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        UnsupportedModel, match=r"has only the image encoder of a model \(mmproj\); set model.path to the GGUF"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"only a model's image encoder \(mmproj\); set model.path to the GGUF"):
         checkpoint_of(path, cache)
 
 
 def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)  # an import of it fails
-    with pytest.raises(InvalidSetup, match=r"GGUF files need transformers 5.18 or newer, and 5\..* is installed"):
+    with pytest.raises(InvalidSetup, match=r"GGUF files need transformers 5.18 or newer, but 5\..* is installed"):
         checkpoint_of(path, cache)
 
 
@@ -402,7 +400,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; GGUF files of llama, qwen2, qwen3"),
+        ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; only GGUF files of llama, qwen2"),
         ({"settings": {"llama.expert_shared_count": 8}}, r"llama\.expert_shared_count is 8, which cannot be read"),
         ({"settings": {"llama.expert_count": 2, "llama.expert_used_count": 3}}, r"expert_used_count is 3, which"),
         ({"settings": {"llama.rope.scaling.type": "longrope"}}, r"llama\.rope\.scaling\.type is 'longrope'"),
@@ -411,11 +409,11 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
         ({"settings": {"llama.attention.head_count": [4, 4]}}, r"llama\.attention\.head_count is \[4, 4\]"),
         ({"settings": {"llama.feed_forward_length": 128}},
          r"blk\.0\.ffn_gate\.weight has the shape \[256, 256\]; expected \[128, 256\]"),
-        ({"settings": {"tokenizer.ggml.pre": "new"}}, r"tokenizer\.ggml\.pre 'new' is not known"),
+        ({"settings": {"tokenizer.ggml.pre": "new"}}, r"tokenizer\.ggml\.pre 'new' is not supported"),
         ({"settings": {"llama.block_count": 4_000_000_000}}, r"llama\.block_count is 4000000000"),
         ({"settings": {"llama.block_count": 2.0}}, r"llama\.block_count is 2\.0"),
         ({"settings": {"tokenizer.ggml.merges": ["h e", "x y z"]}}, r"its tokenizer \(gpt2, gpt-2\) cannot be read"),
-        ({"settings": {"tokenizer.ggml.tokens": [*TOKENS, "more"]}}, r"it has 261 tokens, the model 260"),
+        ({"settings": {"tokenizer.ggml.tokens": [*TOKENS, "more"]}}, r"261 tokens, but the model has 260"),
         ({"settings": {"tokenizer.ggml.model": "rwkv"}}, r"its tokenizer \(rwkv, gpt-2\) cannot be read"),
         ({"settings": {"tokenizer.ggml.eos_token_id": 999}}, r"its tokenizer \(gpt2, gpt-2\) cannot be read"),
         ({"settings": {"llama.attention.head_count": 3, "llama.attention.key_length": 64}},
@@ -438,7 +436,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gemma4", {"without": "rope_freqs.weight"}, r"tensor rope_freqs\.weight does not tell which part of a head"),
+        ("gemma4", {"without": "rope_freqs.weight"}, r"tensor rope_freqs\.weight does not show which part of a head"),
         ("gemma4", {"without": "blk.4.layer_output_scale.weight"}, r"has no tensor blk\.4\.layer_output_scale\.weight"),
         ("gemma4", {"settings": {"gemma4.attention.sliding_window_pattern": [True, False]}},
          r"sliding_window_pattern is \[True, False\], which"),

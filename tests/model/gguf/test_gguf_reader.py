@@ -35,7 +35,7 @@ def test_a_file_that_is_cut_short_is_refused_wherever_it_ends(tmp_path: Path, co
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip file", b'{"a": 1}'])
 def test_another_kind_of_file_is_named_as_none(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(InvalidSetup, match=r"is not a GGUF file; model\.path takes a folder, a GGUF file or a hub id"):
+    with pytest.raises(InvalidSetup, match=r"is not a GGUF file; model\.path must be a folder, a GGUF file or a hub"):
         read(tmp_path, content)
 
 

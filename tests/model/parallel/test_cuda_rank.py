@@ -140,5 +140,5 @@ def test_a_rank_with_the_part_of_another_is_refused(tmp_path: Path, monkeypatch:
     path, store = str(tmp_path / "model"), str(tmp_path / "store")
     build_tiny_model("llama").save_pretrained(path)
     monkeypatch.setattr(source, "MappedModel", lambda *given, rank=None: MappedModel(*given, rank=rank and 0))
-    with other_rank(store, path), pytest.raises(UnsupportedModel, match="other results divided among ranks"):
+    with other_rank(store, path), pytest.raises(UnsupportedModel, match="different results split among ranks"):
         load(path, block_size=BLOCK_SIZE, group=group_of(0, 2, store), num_threads=1)

@@ -91,14 +91,14 @@ def test_what_the_ranks_cannot_share_is_refused_with_the_numbers() -> None:
 
 def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
     model = build_tiny_model("gpt2")
-    with pytest.raises(UnsupportedModel, match=r"tiny \(gpt2\) cannot be divided among 2 ranks: transformers has no"):
+    with pytest.raises(UnsupportedModel, match=r"tiny \(gpt2\) cannot be split among 2 ranks: transformers has no"):
         SplitPlan(model, FakeGroup(), path="tiny")  # type: ignore[arg-type]
 
 
 def test_a_plan_that_is_not_known_is_refused() -> None:
     model = build_tiny_model("llama")
     model._tp_plan["model.layers.*.mlp"] = "sideways"
-    with pytest.raises(UnsupportedModel, match="has sideways, which is not implemented"):
+    with pytest.raises(UnsupportedModel, match="uses sideways, which is not implemented"):
         SplitPlan(model, FakeGroup(), path="tiny")  # type: ignore[arg-type]
 
 
