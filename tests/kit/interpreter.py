@@ -165,7 +165,7 @@ def _turned(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def _known(
     interpreter: Any, operator: Callable[[Any, Any], Any], name: str, compute: Callable[[Any, Any], Any]
 ) -> Callable[..., Any]:
-    """The operator with results of known types. Its `plainly` is the operator of the language."""
+    """Return an operator that remembers the types of results. Its attribute `plainly` is the language's own operator."""
     core, handle = interpreter.tl.core, interpreter.TensorHandle
     tensor, constant = core.tensor, core.constexpr
     known: dict[tuple[str, Any], Any] = {}
@@ -205,12 +205,12 @@ def _known(
 
 
 def _is_of_32_bits(number: float) -> bool:
-    """Whether Triton takes it for a number of that many bits."""
+    """Return whether Triton makes a 32-bit float of this number."""
     return number == 0 or 1e-37 < abs(number) < 1e38 or math.isinf(number)
 
 
 def _may_be_left_to_numpy(one: str, other: Any, operator: str) -> bool:
-    """Whether numpy converts operands of these types, or a number, as Triton does."""
+    """Return whether numpy converts operands of these types, or a number, in the way in which Triton does."""
     if operator in ("and", "or"):
         return one == other == "int1"
     if one in _INTEGERS:

@@ -1,4 +1,4 @@
-"""Triton's interpreter with less work: operators give what the interpreter's own give."""
+"""The quick operators of Triton's interpreter give the results of the interpreter's own operators."""
 
 from __future__ import annotations
 
