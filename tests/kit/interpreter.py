@@ -165,7 +165,7 @@ def _turned(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def _known(
     interpreter: Any, operator: Callable[[Any, Any], Any], name: str, compute: Callable[[Any, Any], Any]
 ) -> Callable[..., Any]:
-    """Return an operator that remembers the types of results. Its attribute `plainly` is the language's own operator."""
+    """Return an operator that remembers the types of results. Its `plainly` is the language's own operator."""
     core, handle = interpreter.tl.core, interpreter.TensorHandle
     tensor, constant = core.tensor, core.constexpr
     known: dict[tuple[str, Any], Any] = {}
