@@ -22,23 +22,24 @@ PICTURES = PROJECT / "docs" / "pictures"
 # These modules have no arrows: any package may import them. `rank` is the process of a rank and uses what `build` uses.
 EVERYWHERE = frozenset(
     {
+        "batches",
         "child_process",
         "config",
         "cores",
         "culprits",
+        "disk",
         "errors",
         "fair",
-        "versions",
-        "disk",
-        "batches",
         "json_input",
         "json_pieces",
-        "records",
         "json_schema",
         "output_lengths",
         "progress",
         "rank",
+        "records",
+        "tokenizer_files",
         "usage",
+        "versions",
     }
 )
 INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce7", "#ffedd5", "#f1f5f9"

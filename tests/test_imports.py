@@ -29,10 +29,11 @@ ALLOWED = {
         "app.config", "app.culprits", "app.errors", "app.fair", "app.output_lengths", "app.versions", "msgspec",
     },
     "app.child_process": set(),
+    "app.tokenizer_files": {"tokenizers", "transformers"},
     "app.progress": {"app.disk", "tqdm"},
     "app.grammar": {
         "app.child_process", "app.config", "app.errors", "app.fair", "app.json_schema", "app.engine.matcher",
-        "app.engine.request", "llguidance", "transformers",
+        "app.engine.request", "app.tokenizer_files", "llguidance",
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.culprits", "app.errors", "app.fair", "app.output_lengths",
@@ -43,7 +44,7 @@ ALLOWED = {
         "app.config", "app.cores", "app.disk", "app.errors", "app.progress", "app.engine.batch",
         "app.engine.block_pool",
         "app.engine.largest_batch", "app.engine.logit_adjustments", "app.engine.model_runner", "app.engine.request",
-        "app.engine.state_pool", "torch", "transformers", "triton",
+        "app.engine.state_pool", "app.tokenizer_files", "torch", "transformers", "triton",
     },
     "app.model.location": {"app.child_process", "app.disk", "app.errors", "app.model.gguf"},
     "app.model.foreseen": {"app.config", "app.errors", "app.model", "huggingface_hub"},

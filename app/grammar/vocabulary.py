@@ -19,6 +19,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from app.child_process import child_command, child_environment
 from app.errors import InvalidSetup
+from app.tokenizer_files import read_tokens
 
 READ_CPU_S = 60.0  # limit for one tokenizer; even the largest ones take only a few seconds
 
@@ -110,11 +111,7 @@ def main() -> None:
     location, revision, vocab_size, eos_token_ids, limit_s = json.loads(sys.argv[1])
     # Limit CPU time, because wall clock time depends on the machine's load. The unhandled signal ends the process.
     signal.setitimer(signal.ITIMER_PROF, limit_s)
-    from transformers import PreTrainedTokenizerFast  # takes a second, which importers of this module must not pay
-
-    backend = PreTrainedTokenizerFast.from_pretrained(
-        location, revision=revision, trust_remote_code=False
-    ).backend_tokenizer
+    backend = read_tokens(location, revision)
     backend.no_truncation()
     backend.no_padding()
     known = LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, backend.get_vocab_size()), slices=[])

@@ -14,6 +14,7 @@ from typing import Any
 from app.config import ModelConfig
 from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup, first_line
+from app.tokenizer_files import read_tokens
 
 _POOLING_MODES = {  # as named in both config formats of sentence-transformers
     "pooling_mode_cls_token": Pooling.CLS,
@@ -130,15 +131,10 @@ def as_token_ids(found: int | Iterable[int] | None) -> tuple[int, ...]:
 
 def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
     """Return each token's text when decoded alone, by token id. Special tokens have an empty text."""
-    from transformers import PreTrainedTokenizerFast
-
     try:
-        pretrained = PreTrainedTokenizerFast.from_pretrained(
-            location, revision=config.revision, trust_remote_code=False
-        )
+        backend = read_tokens(location, config.revision)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidSetup(f"no tokenizer could be loaded from {location!r}: {first_line(error)}") from error
-    backend = pretrained.backend_tokenizer
     token_ids = sorted(backend.get_vocab(with_added_tokens=True).values())
     texts = backend.decode_batch([[token] for token in token_ids], skip_special_tokens=True)
     return dict(zip(token_ids, texts, strict=True))
