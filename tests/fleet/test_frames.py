@@ -170,7 +170,7 @@ def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
 
 
 def test_a_frame_of_another_version_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InvalidFrame, match=f"version 9 came; this process reads version {FRAME_VERSION}"):
+    with pytest.raises(InvalidFrame, match=f"received version 9, but this process reads version {FRAME_VERSION}"):
         frame_decoder().feed(framed((0, msgspec.to_builtins(REPORT), []), version=9))
 
 
