@@ -423,8 +423,8 @@ class ReplicaRegistry:
         if self._weights and weights and replica_id not in self._differing:
             self._differing = self._differing.intersection(self.replica_ids) | {replica_id}
             logger.warning(
-                "replica %s has loaded weights %08x, but the previous one loaded %08x, so their answers differ; unless an "
-                "update is running, set engine.model.revision to a commit, or copy the same files to every machine",
+                "replica %s has loaded weights %08x, but the previous one loaded %08x, so their answers differ; unless "
+                "an update is running, set engine.model.revision to a commit, or copy the same files to every machine",
                 replica_id, weights, self._weights,
             )  # fmt: skip
         self._weights = weights or self._weights

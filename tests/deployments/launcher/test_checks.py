@@ -193,7 +193,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         _set(f"{APP}.args.api", {"keys_file": "/nowhere/keys.yaml"}),
         "api.keys_file: there is no file /nowhere/keys.yaml; `carousel key NAME` prints an entry",
     ),
-    "no list of keys": (_keys("name: me"), "should be a list of keys; `carousel key NAME` prints an entry"),
+    "no list of keys": (_keys("name: me"), "must contain a list of keys; `carousel key NAME` prints an entry"),
     "a key": (_keys("- {name: me, sha256: short}"), "keys.yaml[0].sha256: sha256 has 5 characters"),
     "a pipeline": (
         _set(f"{APP}.args.pipelines", [{"name": "p", "steps": [{"kind": "answer", "model": "other"}]}]),
@@ -212,7 +212,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     ),
     "deployments without names": (
         _set(f"{APP}.deployments", ["replica-demo"]),
-        "deployments[0]: got 'replica-demo'; must be settings by name",
+        "deployments[0]: got 'replica-demo'; must map names to settings",
     ),
     "deployments that are no list": (_set(f"{APP}.deployments", {"name": "x"}), "deployments: got {'name': 'x'}; must"),
     "a host with a long name": (_set("http_options.host", f"{'a' * 64}.example"), "http_options.host: got '"),
