@@ -1,4 +1,4 @@
-"""Defines the Grafana boards and the Prometheus queries of their panels. `app/metrics` defines the metrics."""
+"""Defines the Grafana boards and their panels' Prometheus queries. The metrics are defined in `app/metrics`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _COLUMNS = 24  # the width of Grafana's grid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A panel: either a tile with the current number, or lines over time."""
+    """A panel: a tile with the current value, or lines over time."""
 
     title: str
     queries: Sequence[tuple[str, str]]  # (PromQL, legend)
-    unit: str = "short"  # as Grafana names it
+    unit: str = "short"  # Grafana's name of the unit
     is_tile: bool = False
-    red_below: float | None = None  # the value below which a tile turns red
+    red_below: float | None = None  # a tile is red below this value
     width: int = 8
 
     def as_json(self, number: int, x: int, y: int) -> Json:
-        """Return the panel's JSON for Grafana. x, y: its column and row in the grid."""
+        """Return the panel's JSON for Grafana. `x` and `y` are its column and row in the grid."""
         height = 4 if self.is_tile else 8
         steps: list[Json] = [{"color": "green", "value": None}]
         if self.red_below is not None:
@@ -49,9 +49,9 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """A dashboard, whose panels fill rows from left to right."""
+    """A dashboard. Its panels fill rows from left to right."""
 
-    name: str  # the file's name without .json
+    name: str  # the file name without .json
     title: str
     panels: Sequence[Panel]
 
@@ -94,12 +94,12 @@ _VARIABLES: list[Json] = [
 
 
 def _rate(metric: str, by: str = "", more: str = "") -> str:
-    """Return PromQL for a counter's rate, summed over all series. by: labels to keep. more: further label matchers."""
+    """Return PromQL for a counter's summed rate. `by` lists labels to keep, and `more` has further label matchers."""
     return f"sum{f' by ({by})' if by else ''} (rate({metric}{{{_MODEL}{more}}}[$__rate_interval]))"
 
 
 def _ratio(above: str, below: str) -> str:
-    """Return PromQL for a quotient, which is 0 instead of missing while the divisor is 0."""
+    """Return PromQL for a quotient. It is 0, not missing, while the divisor is 0."""
     return f"{above} / ({below} > 0) or 0 * {below}"
 
 
@@ -110,7 +110,7 @@ def _quantiles(metric: str, by: str, legend: str) -> list[tuple[str, str]]:
 
 
 def _good(metric: str, le: str) -> str:
-    """Return PromQL for the share of a histogram's values up to a bound, which is 1 while there are no values."""
+    """Return PromQL for the share of a histogram's values up to a bound. It is 1 while there are no values."""
     of_bound = _rate(f"{metric}_bucket", more=f', le=~"{le}"')
     return f"{of_bound} / ({_rate(f'{metric}_count')} > 0) or vector(1)"
 

@@ -282,7 +282,7 @@ def test_a_port_in_use_is_no_mistake_without_a_start(document: dict[str, Any], t
         path = written(document, tmp_path)
         assert checked(path, is_starting=False)[1] == []
         [mistake] = checked(path)[1]
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; `ss -ltnp" in mistake
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; stop the process that `ss -ltnp" in mistake
 
 
 def test_all_mistakes_are_told_at_once(document: dict[str, Any], tmp_path: Path) -> None:
@@ -323,11 +323,11 @@ def test_the_command_takes_no_time_and_starts_no_ray(document: dict[str, Any], t
     ("what", "status", "said"),
     [
         (str(SERVE_YAML), 0, ""),
-        ("smollm2", 0, "smollm2: no mistake found."),
-        ("models/demo", 0, "models/demo: no mistake found."),
+        ("smollm2", 0, "smollm2: no mistakes found."),
+        ("models/demo", 0, "models/demo: no mistakes found."),
         ("models/dem", MISTAKES, "did you mean 'models/demo'?"),
-        ("smolm", MISTAKES, "got 'smolm'; there is no such folder or GGUF file here; known names: smollm2, gemma3"),
-        ("", MISTAKES, "got ''; there is no such folder"),
+        ("smolm", MISTAKES, "got 'smolm', which is not a folder or GGUF file; known names are smollm2, gemma3"),
+        ("", MISTAKES, "got '', which is not a folder or GGUF file"),
         ("/nowhere/serve.yaml", MISTAKES, "/nowhere/serve.yaml: No such file or directory"),
     ],
 )
