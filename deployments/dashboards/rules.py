@@ -78,7 +78,7 @@ ALERTS = (
         name="CarouselBackendFailed",
         expr="max by (model_name, replica) (carousel_backends_failed) > 0",
         lasts="5m",
-        summary="Replica {{ $labels.replica }} of {{ $labels.model_name }} uses a slower backend than its GPU supports.",
+        summary="Replica {{ $labels.replica }} of {{ $labels.model_name }} uses a slower backend than necessary.",
     ),
     Alert(
         name="CarouselWantsReplicas",

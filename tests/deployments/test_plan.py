@@ -182,7 +182,7 @@ def test_adapters_on_a_gpu_need_layers_that_can_be_adapted(tmp_path: Path, capsy
     bloom = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "seq_length": 64}
     (tmp_path / "config.json").write_text(json.dumps(bloom))
     assert plan(tmp_path, "--gpu", "T4", "--adapters", "8", "--context", "64") == 1
-    assert "on T4 supports no adapters: the model has no linear layers with names that" in capsys.readouterr().err
+    assert "on T4 does not support adapters, because the model has no linear layers with" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -233,7 +233,7 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
     [
         (
             ("--gpu", "3GiB"),
-            r"missing for one sequence of 40,960 tokens.*The smallest card that holds it is T4 \(14\.5 GiB\)",
+            r"missing for one sequence of 40,960 tokens.*The smallest card on which it fits is T4 \(14\.5 GiB\)",
         ),
         (("--gpu", "H9000"), "got 'H9000'.*L4.*H200"),
         (("--gpu", "H200", "--context", "50000"), "accepts at most 40,960 tokens"),
@@ -242,7 +242,7 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
             r"got 1\.5; must be less than or equal to 0\.98",
         ),
         (("--gpu", "h200", "--tensor-parallel", "3"), "got 3, which does not divide num_attention_heads 32"),
-        (("--gpu", "H200", "--replicas", "2"), "--replicas is planned for CPUs only"),
+        (("--gpu", "H200", "--replicas", "2"), "--replicas is only supported for CPUs"),
         (
             ("--cpu", "1GiB", "--replicas", "2", "--dtype", "bfloat16"),
             "a lower --context, --max-running, --replicas or",
@@ -251,17 +251,17 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
             ("--cpu", "1GiB", "--dtype", "bfloat16"),
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",
         ),
-        (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is for CPUs only"),
+        (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is only supported for CPUs"),
         (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is computed"),
-        (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is planned for CPUs only"),
-        (("--cpu", "1TB"), r"--cpu: got '1TB'; this is not a size, such as 80GiB"),
-        (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is planned for GPUs only"),
+        (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is only supported for CPUs"),
+        (("--cpu", "1TB"), r"--cpu: got '1TB'; must be a size, such as 80GiB"),
+        (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is only supported for GPUs"),
         (("--cpu", "--quantization", "fp8"), "only the decoder for CUDA computes, and device is cpu"),
         (("--gpu", "H200", "--quantization", "int4"), "only the native decoder on a CPU computes, and device is cuda"),
-        (("--gpu", "A100", "--quantization", "fp8"), r"--quantization fp8: A100-80GB has no FP8; .* 8\.9 or more"),
-        (("--gpu", "A100", "--cache-dtype", "fp8"), r"--cache-dtype fp8: A100-80GB has no FP8; .* 8\.9 or more"),
-        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8: only CPUs support it; GPUs support fp8"),
-        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8: only GPUs support it; CPUs support int8"),
+        (("--gpu", "A100", "--quantization", "fp8"), r"--quantization fp8: A100-80GB does not support FP8, .* 8\.9"),
+        (("--gpu", "A100", "--cache-dtype", "fp8"), r"--cache-dtype fp8: A100-80GB does not support FP8, .* 8\.9"),
+        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8: only supported on CPUs; GPUs support fp8"),
+        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8: only supported on GPUs; CPUs support int8"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason(
