@@ -85,12 +85,12 @@ def test_template_variables_reach_the_template(demo_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "self", "conversation", "tools"])
 def test_template_variables_cannot_replace_our_own(tokenizer: Tokenizer, name: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs may not set {name}"):
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs may not contain {name}"):
         tokenizer.encode_chat(CHAT, template_variables={name: True})
 
 
 def test_a_folder_without_tokenizer_is_an_invalid_setup(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetup, match=r"no tokenizer could be loaded from .*tokenizer\.json"):
+    with pytest.raises(InvalidSetup, match=r"the tokenizer could not be loaded from .*tokenizer\.json"):
         Tokenizer.load(str(tmp_path))
 
 
