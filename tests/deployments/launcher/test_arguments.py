@@ -132,7 +132,9 @@ def test_an_option_of_a_model_needs_one_model(tmp_path: Path) -> None:
     models.append({**models[0], "name": "other"})
     config = tmp_path / "two.yaml"
     config.write_text(yaml.safe_dump(document))
-    with pytest.raises(InvalidSetup, match=r"^--dtype: the config has 2 models, not one; set it in the config instead$"):
+    with pytest.raises(
+        InvalidSetup, match=r"^--dtype: the config has 2 models, not one; set it in the config instead$"
+    ):
         trial_config(*parse(str(config), "--dtype", "float32"))
     assert read_serve_file(trial_config(*parse(str(config), "--port", "82"))).port == 82
 
