@@ -17,7 +17,7 @@ from app.config import AutoscalingConfig
 # The fleet shrinks only if this leaves the remaining replicas at no more than this share of their target load.
 # Otherwise it would soon grow again.
 SHRINK_TO = 0.8
-# Share of a replica's KV memory that should be in use. The rest is for running requests to grow while a replica starts.
+# Share of a replica's KV memory that should be in use. Running requests grow into the rest while a new replica starts.
 TARGET_KV_USE = 0.8
 
 
@@ -82,13 +82,13 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
 
 
 def _may_sleep(load: AutoscalingLoad) -> bool:
-    """Whether the model may scale to zero: it has no requests, and its first replica is not just starting."""
+    """Whether the model may scale to zero: it has no requests, and no first replica is starting."""
     is_starting = load.target > 0 and load.num_running == 0
     return load.num_requests == 0 and not is_starting
 
 
 def _misses_targets(load: AutoscalingLoad) -> bool:
-    """Whether half of the replicas miss their targets. False until the last one that was added has reported."""
+    """Whether half of the replicas miss their targets. False until all replicas, including new ones, have reported."""
     are_all_there = load.num_reporting >= load.num_running >= load.target > 0
     return are_all_there and load.num_missing > 0 and 2 * load.num_missing >= load.num_reporting
 

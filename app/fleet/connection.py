@@ -158,7 +158,7 @@ class FleetMetrics(Protocol):
 async def connect(
     address: Address, ingress_id: str, reader: asyncio.Protocol, *, heartbeat_s: float
 ) -> asyncio.Transport:
-    """Connect to the replica at `address`. It sends `reader` frames as bytes, at least one every `heartbeat_s`.
+    """Connect to the replica at `address`. `reader` receives its frames as bytes, at least one every `heartbeat_s`.
 
     Raises OSError or TimeoutError if the replica cannot be reached.
     """

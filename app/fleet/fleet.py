@@ -43,7 +43,7 @@ class ReplicaTransport(Protocol):
         ...
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
-        """Open a connection to a replica that passes its frames to `reader`. Raises if the replica is unreachable."""
+        """Connect to a replica, whose frames `reader` then receives. Raises if the replica is unreachable."""
         ...
 
 
@@ -106,7 +106,7 @@ class Fleet:
         self._open_ids: Sequence[str] | None = None  # cached ids of the connected replicas; None after a change
         self._turns = Turns()  # wakes the requests of lost replicas
         self._relieved_at: dict[str, float] = {}  # when `_relieve` last looked for a request to move, by replica
-        self._leaving: dict[str, asyncio.TimerHandle] = {}  # by replica that no longer accepts requests
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # timers for `_leave`, by replica
         self._changed = asyncio.Event()  # wakes all waiters when a connection opens or the replicas change
         self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # None while nobody watches
         self._questions: set[_Question] = set()

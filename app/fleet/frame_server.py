@@ -208,7 +208,7 @@ class FrameServer:
         self._engine.end_snapshots()
 
     def closed(self, connection: _Connection) -> None:
-        """Remove a closed connection. The server may then be drained."""
+        """Remove a closed connection. This may complete a drain."""
         self._watching.discard(connection)
         self._unidentified.discard(connection)
         self._connections.discard(connection)

@@ -32,7 +32,7 @@ class Turns:
     """Runs calls in order, a few per turn of the event loop, so that other work can run in between."""
 
     def __init__(self, *, at_once: int = 16) -> None:
-        """`at_once`: the largest number of calls in one turn."""
+        """`at_once` is the maximum number of calls per turn."""
         self._at_once = at_once
         self._calls: deque[Callable[[], object]] = deque()
         self._next: asyncio.Handle | None = None

@@ -92,7 +92,7 @@ class ReplicaRegistry:
         self._weights = 0  # digest of the weights in the last report
         self._num_of_weights: Counter[int] = Counter()  # number of replicas by digest
         self._differing: frozenset[str] = frozenset()  # replicas whose different weights have been logged
-        self._unknown_fields: dict[str, frozenset[str]] = {}  # request fields that a replica does not support
+        self._unknown_fields: dict[str, frozenset[str]] = {}  # unsupported request fields, by replica
         self.last_decision: Decision | None = None
         self._decisions: dict[str, Decision] = {}  # the last decision for each replica
         self._full: dict[bool, _Full] = {}  # by `is_background` of the requests

@@ -1,4 +1,4 @@
-"""Converts a caller's grammar to a grammar for llguidance, and tests the result with limits.
+"""Converts a caller's grammar to a grammar for llguidance, and tests the result within limits.
 
 A separate process (`sandbox_worker.py`) runs this code first, so that only tested results reach the engine's process.
 """
@@ -81,7 +81,7 @@ def _cut(places: list[str]) -> list[str]:
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
-    """Apply `keep` to each schema, and return the paths of dropped keywords. Raises Unusable if a schema is strict."""
+    """Apply `keep` to each schema and return the dropped keywords' paths. Raises Unusable if a strict schema has any."""
     dropped: list[str] = []
     for form in forms["schemas"]:
         form["schema"], drops = keep(form["schema"])

@@ -10,7 +10,7 @@ _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F
 _RULE = re.compile(r"([\w-]+)[ \t]*::=")
 _ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"
-# In a character class, the compiler interprets two consecutive equal characters of these as an operator.
+# In a character class, the compiler interprets any of these characters as an operator if it is written twice in a row.
 _OPERATORS = "&-~"
 
 

@@ -70,7 +70,7 @@ class GeneratedText:
         hidden = stop_tokens.keys() - shown_token_ids if skip_special_tokens else ()
         self._signs = {token_id: _sign(number) for number, token_id in enumerate(hidden)}
         self._unsigned = {ord(sign): "" for sign in self._signs.values()}
-        # Maps each stop string in the form for the search to the form that the client sent.
+        # Maps each stop string, in the form that is searched, to the form that the client sent.
         self._stop = {self._signed(text, stop_tokens): text for text in stop} | {text: text for text in stop}
         self._stop_strings = StopStrings(tuple(self._stop), is_shown=include_stop) if stop else None
         self._include_stop = include_stop

@@ -48,7 +48,7 @@ class PreparedItem:
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     def continued_after(self, token_ids: tuple[int, ...]) -> PreparedItem:
-        """Return the item with these output tokens, after which it resumes. Only items with generated text resume."""
+        """Return a copy that resumes after these output tokens. Only items with generated text can resume."""
         if not token_ids:
             return self
         [request] = self.requests

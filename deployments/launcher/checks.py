@@ -114,7 +114,7 @@ def check_port(config: ServeFile, path: Path) -> None:
     """Raise InvalidSetup if the service cannot listen on the config's host and port."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family) as probe:
-        # As in the server, so that closing connections of the last run do not matter.
+        # The server also sets this option, so that connections of the last run that are still closing do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))

@@ -76,7 +76,7 @@ def _end_on_signals() -> None:
 
 
 def _end_with_ray() -> None:
-    """Kill this process if Ray's head or raylet ends. Ray restarts neither, and any call may hang, even a shutdown."""
+    """Kill this process if Ray's head or raylet ends. Ray restarts neither, and even a shutdown of Ray may hang."""
     processes = ray_processes()
 
     def look(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Starts a Ray cluster on this machine for one run. Does not import Serve, so that Ray can start in the meantime."""
+"""Starts a Ray cluster on this machine for one run. Does not import Serve, which can be imported while Ray starts."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if warning:
         print(f"Warning: {warning}", flush=True)
-    # TMPDIR is ignored, because Ray and HAProxy create sockets in this folder, and their paths may have 97 characters.
+    # TMPDIR is ignored, because Ray and HAProxy create sockets here, and a socket's path is limited to 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
     (run_folder / "progress").mkdir()
     command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]

@@ -120,7 +120,7 @@ class Split:
     run: SimulatedRun
 
     def pays(self, level: ServiceLevel, together: SimulatedRun) -> bool:
-        """Return whether the split meets the SLO, with at most 90% of `together`'s ITL p99 and 98% of its rate."""
+        """Return whether it meets the SLO, with at most 90% of `together`'s ITL p99 and at least 98% of its rate."""
         is_shorter = self.run.percentile_s("itl", 99) <= 0.9 * together.percentile_s("itl", 99)
         return level.is_met(self.run) and is_shorter and self.run.requests_per_s >= 0.98 * together.requests_per_s
 

@@ -44,7 +44,7 @@ class SimulatedClock:
 
 
 class Noise:
-    """Random numbers from 0 to 1. Unused numbers can be returned and drawn again, so that a run is reproducible."""
+    """Random numbers from 0 to 1. Unused numbers can be given back and drawn again, so that a run is reproducible."""
 
     def __init__(self, seed: str) -> None:
         self._rng = random.Random(seed)
@@ -54,7 +54,7 @@ class Noise:
         return self._returned.pop() if self._returned else self._rng.random()
 
     def give_back(self, drawn: Sequence[float]) -> None:
-        """Return the last drawn numbers, in the order in which they were drawn."""
+        """Accept the numbers that were drawn last, in the order in which they were drawn."""
         self._returned.extend(reversed(drawn))
 
 
@@ -94,7 +94,7 @@ class TimedRunner(ModelRunner):
         return DecodeSteps([each.request.request_id for each in running], ends_at, drawn)
 
     def cut(self, steps: DecodeSteps, number: int) -> None:
-        """Keep only the first `number` of these future steps, and return the noise of the remaining steps."""
+        """Keep only the first `number` of these future steps, and give back the noise of the remaining steps."""
         if self._noise is not None:
             self._noise.give_back(steps.drawn[number:])
             del steps.drawn[number:]
@@ -129,16 +129,16 @@ class _PeerStore(BlockStore):
             fetch.num_filled, fetch.is_done = len(fetch.blocks), True
 
     def offer(self, prefix: Prefix) -> None:
-        """Does nothing, because no blocks are stored."""
+        """Do nothing, because no blocks are stored."""
 
     def stats(self) -> StoreStats:
         return StoreStats()
 
     def settle(self, timeout_s: float) -> None:
-        """Does nothing, because simulated engines do not sleep."""
+        """Do nothing, because simulated engines do not sleep."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class SimulatedScheduler(Scheduler):

@@ -32,8 +32,8 @@ from deployments.threads import keep_waits_for_the_interpreter_short
 _FORMAT = 3
 _MIN_STEPS = 100  # the fit has about ten parameters
 NOISE_CLASSES = (4, 32, 128)  # bounds in tokens; noise depends on the size, because small steps are affected more
-# All settings are measured in each of this many rounds, so that a disturbance does not affect only one setting. If slow
-# steps are too few, up to `_MAX_ROUNDS` rounds are measured.
+# All settings are measured in each of this many rounds, so that a disturbance does not affect only one setting. If
+# steps are so slow that there are too few, up to `_MAX_ROUNDS` rounds are measured.
 _ROUNDS, _MAX_ROUNDS = 4, 40
 
 

@@ -45,7 +45,7 @@ class TracedRequest:
     next_turn: TracedRequest | None = None  # arrives `arrival_s` after the end of this request
 
     def request(self, number: int) -> Request:
-        """Return a request for the engine with the id `number`, also used as the first token of an unknown prompt."""
+        """Return a request for the engine. `number` is its id, and its first token if the prompt is unknown."""
         prompt = self.prompt_token_ids
         return Request(
             request_id=str(number),

@@ -85,7 +85,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.reserved_cpus, "num_gpus": replicas.reserved_gpus},
         # Requests are sent over sockets and limited by the engine. Serve counts only requests that wait for the first
-        # replica, and control calls from ingresses and the batches process, of which an update runs twice as many.
+        # replica, and control calls from ingresses and the batches process, whose number doubles during an update.
         max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
         # The router refuses calls when all replicas are full. This limit applies while no replica is running.
         max_queued_requests=max_requests * replicas.max_replicas,

@@ -1,4 +1,4 @@
-"""The batches deployment: one process that stores files and batches, and sends items to replicas. Without torch."""
+"""The batches deployment: a process without torch that stores files and batches, and sends items to replicas."""
 
 from __future__ import annotations
 

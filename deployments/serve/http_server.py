@@ -28,8 +28,8 @@ class Protocol(HttpToolsProtocol):
     """A connection that ignores protocol upgrades, and sends no chunks to HTTP/1.0 clients.
 
     A server may ignore `Upgrade` (RFC 9110, 7.8), and this service has no WebSocket routes. uvicorn would accept a
-    WebSocket upgrade even for a POST, which would then receive no response. For other upgrades, which Java's HTTP
-    client for example requests, httptools would not read the request's body.
+    WebSocket upgrade even for a POST, which would then receive no response. For other upgrades, such as those that
+    Java's HTTP client requests, httptools would not read the request's body.
     """
 
     _data = b""

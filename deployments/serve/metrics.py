@@ -223,7 +223,7 @@ class MetricsCollector:
         return _Answered(list(found.values()), len(answers) - len(found))
 
     def _note_unread(self, model: str, unread: Mapping[str, str]) -> None:
-        """Log how many replicas' metrics cannot be read, whenever there are more of them."""
+        """Log how many replicas' metrics cannot be read, whenever there is a new one among them."""
         new = unread.keys() - self._unread[model]
         self._unread[model] = frozenset(unread)
         if new:
@@ -274,9 +274,7 @@ async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) 
     except DeploymentUnavailableError:  # it currently has no replicas
         return Answers(reports=[])
     except Exception as error:
-        logger.warning(
-            "`%s` could not be called on the replicas of %s: %s", method, handle.deployment_name, described(error)
-        )
+        logger.warning("`%s` of deployment %s failed: %s", method, handle.deployment_name, described(error))
         return Answers(reports=[], num_missing=1)
     tasks = [asyncio.ensure_future(call.get_async()) for call in calls]
     done, late = await asyncio.wait(tasks, timeout=SCRAPE_TIMEOUT_S)

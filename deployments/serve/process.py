@@ -53,9 +53,9 @@ def collect_in_pieces() -> None:
     """Keep collections short in a process with thousands of running requests. Call after `freeze_loaded`.
 
     Python collects when it has created many more objects than it has freed. This is rare while streams are running, and
-    each collection then visits the new objects of all streams. With 20,000 streams, if many requests arrive or move
-    together, it takes 0.1 s, or 0.4 s if it visits all objects. Instead, a thread collects new objects so often that
-    there are never many. It collects all objects while few streams are running, or after ten minutes.
+    each collection then visits the new objects of all streams. If many of 20,000 streams start or move together, it
+    takes 0.1 s, or 0.4 s if it visits all objects. Instead, a thread collects new objects so often that there are never
+    many. It collects all objects while few streams are running, or after ten minutes.
 
     Finalizers run in the collecting thread; with Python's own schedule, this could be any thread. This is safe: tasks
     and futures only log, asyncio makes the event loop close asynchronous generators, and waiting tasks and open
@@ -103,10 +103,10 @@ def return_freed_memory() -> None:
 
 
 def _keep_trimmed(libc: ctypes.CDLL) -> None:
-    """Trim memory whenever 16 MiB more than a trim can return have been freed. Never returns.
+    """Return freed memory to the system whenever it exceeds a level by 16 MiB. Never returns.
 
-    `level` is the number of free bytes that a trim cannot return. It only rises to a value that two consecutive checks
-    have found, because the process may free bytes just after the first trim.
+    The level is the number of free bytes that a trim cannot return. It only rises to a value that two consecutive
+    checks have found, because the process may free bytes just after the first trim.
     """
     rise_bytes = 16 * 2**20
     level = previous = 0

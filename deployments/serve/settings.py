@@ -218,7 +218,7 @@ def parse(args: object) -> ApplicationConfig:
 
 
 def validated(kind: type[SettingsT], given: object, *, at: str = "") -> SettingsT:
-    """Parse plain values as settings at the path `at`. Raises InvalidSetup with one line per mistake."""
+    """Parse plain values as settings. Raises InvalidSetup with one line per mistake; `at` is the settings' path."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -42,7 +42,7 @@ class OtlpTracer:
     """Converts traces of requests to spans of OpenTelemetry's SDK, which batches and sends them."""
 
     def __init__(self) -> None:
-        """Raise ImportError if the exporter for the protocol is not installed."""
+        """Raises ImportError if the exporter for the protocol is not installed."""
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -24,7 +24,7 @@ class Group:
 
 
 class GroupChooser:
-    """Chooses a request's group: the group that it names, otherwise one of its preset's groups or of all, by share."""
+    """Chooses a request's group: the group that it names, or one by share from its preset's groups or all groups."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._names = [group.name for group in groups]

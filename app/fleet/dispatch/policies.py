@@ -10,7 +10,7 @@ from typing import Protocol
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
 
 # A replica is preferred for its cached prefix, session or adapter only while it has at most this many more outstanding
-# tokens (scaled by speed) than the least loaded replica. The value is about the work of one long conversation. If it
+# tokens (scaled by speed) than the least loaded replica. The value is roughly the work of one long conversation. If it
 # were lower, two consecutive requests could end a session's affinity. If it were higher, one replica would fill up
 # while others are idle.
 MAX_IMBALANCE_TOKENS = 4096
