@@ -296,6 +296,6 @@ class FrameReader(asyncio.Protocol):
             self._heard_at = now
         silent_s = now - self._heard_at
         if silent_s >= self._limits.silence_s:
-            self.end(ReplicaLost(f"silent for {silent_s:.1f} s", reason="silent"))
+            self.end(ReplicaLost(f"it has been silent for {silent_s:.1f} s", reason="silent"))
         else:
             self._expect_frame_within(self._limits.silence_s - silent_s)

@@ -81,7 +81,7 @@ def _cut(places: list[str]) -> list[str]:
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
-    """Apply `keep` to each schema and return the dropped keywords' paths. Raises Unusable if a strict schema has any."""
+    """Apply `keep` to each schema. Returns the dropped keywords' paths. Raises Unusable if a strict schema has any."""
     dropped: list[str] = []
     for form in forms["schemas"]:
         form["schema"], drops = keep(form["schema"])

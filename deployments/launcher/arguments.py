@@ -150,7 +150,7 @@ def _answers_to(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag in ANSWERS:
-            yield f"{flag} is not supported. Use instead: {ANSWERS[flag]}"
+            yield f"{flag} is not supported here. Instead: {ANSWERS[flag]}"
 
 
 def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:

@@ -203,7 +203,7 @@ def _slots(planned: PlannedMemory, number: int) -> list[str]:
 
 def _room(planned: PlannedMemory, left: int) -> str:
     return (
-        f"  {planned.sequence_bytes // planned.context:,} bytes of KV a token: room for "
+        f"  {planned.sequence_bytes // planned.context:,} bytes of KV memory per token: room for "
         f"{_num_tokens(planned, left):,} tokens, {_num_sequences(planned, left):,} sequences of {planned.context:,}"
     )
 

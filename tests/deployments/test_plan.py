@@ -58,7 +58,7 @@ def weights_line(num_bytes: float) -> str:
 def test_the_table_says_what_fits(planned: Callable[..., str]) -> None:
     shown = planned("--gpu", "h200")
     assert weights_line(2 * NUM_PARAMETERS) in shown
-    assert "8,192 bytes of KV a token" in shown  # 2 layers x 8 heads x 128 x (key and value) x 2 bytes
+    assert "8,192 bytes of KV memory per token" in shown  # 2 layers x 8 heads x 128 x (key and value) x 2 bytes
     assert "sequences of 8,192" in shown
     assert "at 4,800 GB/s" in shown
     assert "not yet measured on a GPU" in shown
@@ -110,7 +110,7 @@ def test_each_of_two_cards_has_half_of_a_divided_model(planned: Callable[..., st
     whole = 151936 * 4096 + 2 * (2 * 4096 + 2 * 128) + 4096  # the embedding and the norms
     assert weights_line(2 * whole + NUM_PARAMETERS - whole) in shown
     assert "each of 2 H200" in shown
-    assert "4,096 bytes of KV a token" in shown
+    assert "4,096 bytes of KV memory per token" in shown
 
 
 def test_weights_in_fp8_are_planned_with_their_scales(planned: Callable[..., str]) -> None:
@@ -136,7 +136,7 @@ def test_each_of_two_cards_has_half_of_the_matrices_in_fp8(planned: Callable[...
 def test_kv_memory_in_eight_bits_is_planned_with_its_scales(where: str, kind: str, planned: Callable[..., str]) -> None:
     of_token = 2 * 8 * (2 * 128 + 2 * 4)  # layers, heads, numbers of 8 bits, scales
     shown = planned(where, "80GiB", "--dtype", "bfloat16", "--cache-dtype", kind)
-    assert f"{of_token:,} bytes of KV a token" in shown
+    assert f"{of_token:,} bytes of KV memory per token" in shown
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -152,7 +152,7 @@ def test_a_machine_with_cpus_holds_packed_weights(quantization: str, planned: Ca
     assert f"weights in {'bfloat16' if quantization == 'none' else quantization} (predicted)" in shown
     parts = [float(part) for part in re.findall(r"([\d.]+) GiB$", shown, re.MULTILINE)]
     assert sum(parts) == pytest.approx(16, abs=0.03)
-    assert "8,192 bytes of KV a token" in shown
+    assert "8,192 bytes of KV memory per token" in shown
     [most] = re.findall(r"with cache\.memory_gib: ([\d.]+)$", shown, re.MULTILINE)
     assert parts[-1] - 0.016 < float(most) <= parts[-1]
 
@@ -191,7 +191,7 @@ def test_a_draft_model_takes_of_a_cpus_memory(model: Path, planned: Callable[...
     for options in ((), ("--draft-model", str(model))):
         shown = planned("--cpu", "16GiB", "--dtype", "bfloat16", *options)
         weights = re.search(r"weights +([\d.]+) GiB", shown)
-        kv = re.search(r"([\d,]+) bytes of KV a token", shown)
+        kv = re.search(r"([\d,]+) bytes of KV memory per token", shown)
         assert weights is not None
         assert kv is not None
         found.append((float(weights[1]), int(kv[1].replace(",", ""))))

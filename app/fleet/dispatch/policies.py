@@ -144,7 +144,7 @@ class PrefixAffinity:
         if first.holds_session:
             return "the session's replica"
         if any((each.num_cached_tokens or each.holds_session) and not each.is_full for each in others):
-            return "the least work, the matching replicas have too much more"
+            return "the least work, the matching replicas have too much"
         return "the least work, no match"
 
 

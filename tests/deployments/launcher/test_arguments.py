@@ -49,7 +49,7 @@ def test_a_flag_of_another_server_gets_an_answer(flag: str, capsys: pytest.Captu
         with pytest.raises(SystemExit) as ended:
             parse(*arguments)
         assert ended.value.code == 2
-        assert f"{flag} is not supported. Use instead: {ANSWERS[flag]}" in capsys.readouterr().err
+        assert f"{flag} is not supported here. Instead: {ANSWERS[flag]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS_OF_OTHERS)
