@@ -74,7 +74,7 @@ def test_what_is_piped_in_is_a_message_or_follows_it(
         assert "there is no message" in capsys.readouterr().err
         piped("\xff\xfe")
         assert chat.main(["--url", url]) == 1
-        assert "is not UTF-8" in capsys.readouterr().err
+        assert "is not valid UTF-8" in capsys.readouterr().err
 
 
 def test_what_could_command_the_terminal_is_left_out(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:

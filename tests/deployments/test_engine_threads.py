@@ -61,7 +61,7 @@ def test_a_number_that_is_set_is_kept_and_too_many_are_told(caplog: pytest.LogCa
     assert num_threads([4, 4], own=4) == 4
     assert not caplog.records
     assert num_threads([6, 6, None], own=6) == 6
-    assert "3 engines with 14 threads on 8 cores" in caplog.text
+    assert "3 engines with 14 threads in total on 8 cores" in caplog.text
 
 
 def cpus_of_engines(number: int, asked: int, replicas: ReplicasConfig = ONE_DEVICE) -> list[set[int]]:

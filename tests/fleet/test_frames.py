@@ -189,5 +189,5 @@ def test_fields_that_an_older_replica_does_not_send_have_their_defaults() -> Non
 
 
 def test_a_frame_holds_plain_values_only() -> None:
-    with pytest.raises(TypeError, match="not object"):
+    with pytest.raises(TypeError, match="but no object"):
         encode(Frame(0, REPORT, (TokenDelta("one", object()),)))  # type: ignore[arg-type]

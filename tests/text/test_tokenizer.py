@@ -63,7 +63,7 @@ def test_the_template_of_a_processor_is_found(demo_path: Path, tmp_path: Path) -
     assert Tokenizer.load(str(tmp_path)).render_chat(CHAT) == "of the tokenizer"
     (tmp_path / "chat_template.jinja").unlink()
     template.write_text("{}")
-    with pytest.raises(InvalidSetup, match=r"chat_template\.json should be an object"):
+    with pytest.raises(InvalidSetup, match=r"chat_template\.json must contain an object"):
         Tokenizer.load(str(tmp_path))
 
 

@@ -178,7 +178,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a GGUF file that is cut": (_gguf(b"GGUF\x03\0\0\0"), "is damaged or cut short: its header cannot be read beyond"),
     "a file that is no GGUF file": (_gguf(b"PK\x03\x04"), "is not a GGUF file"),
     "an old GGUF file": (_gguf(b"GGUF\x01\0\0\0"), "has version 1 of the GGUF format"),
-    "too much KV memory": (_set(f"{ENGINE}.cache.memory_gib", 900_000), "take at least 1,800,000"),
+    "too much KV memory": (_set(f"{ENGINE}.cache.memory_gib", 900_000), "need at least 1,800,000"),
     "a folder of batches": (_behind_a_file(f"{APP}.args.batches.path"), "batches.path: got"),
     "a folder of a tier": (
         _behind_a_file(f"{ENGINE}.cache.tiers.0.path"),
