@@ -1,1 +1,1 @@
-"""Runs Carousel on Ray Serve, Ray Data and Ray jobs. Everything that does not depend on Ray is in `app`."""
+"""Runs Carousel on Ray Serve, Ray Data and Ray jobs. All code that does not depend on Ray is in `app`."""

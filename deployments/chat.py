@@ -1,4 +1,4 @@
-"""`carousel chat`: a chat with a running service in the terminal. Answers appear while they are generated."""
+"""`carousel chat`: chats with a running service in the terminal, and streams its answers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from deployments.launcher.terminal import printable
 DEFAULT_URL = "http://127.0.0.1:8000"
 _KEY = "CAROUSEL_API_KEY"  # an environment variable
 _SEVERAL_LINES = '"""'
-_HELP = f"""/model NAME   talk to another model
-/system TEXT  start a new chat with this system message, or without one
-/clear        start a new chat with the present system message
-/exit         end the chat, as Ctrl-D does; Ctrl-C stops an answer
+_HELP = f"""/model NAME   switch to another model
+/system TEXT  start a new chat with this system message, or with none
+/clear        start a new chat with the current system message
+/exit         end the chat, like Ctrl-D; Ctrl-C stops an answer
 {_SEVERAL_LINES}           begins and ends a message of several lines"""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         conversation.model = given.model or models[0]
         conversation.begin(given.system)
         if given.message is None and sys.stdin.isatty():
-            others = f" /model takes {', '.join(models)}." if len(models) > 1 else ""
+            others = f" Use /model to switch models: {', '.join(models)}." if len(models) > 1 else ""
             print(printable(f"Chat with {conversation.model} at {conversation.url}.{others} /help lists the commands."))
             _talk(conversation)
             return 0
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CarouselError as error:
         print(printable(error.message, may_have="\n"), file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of the output has read enough
+    except BrokenPipeError:  # for example, the output was piped to `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error at exit
         return 1
 
@@ -55,11 +55,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="carousel chat", description="Talk to a running service in this terminal.")
     parser.add_argument(
         "message", nargs="?",
-        help="answer this message and end. Text that is piped in is appended to the message, or is the message. "
-        "Without a message, a chat starts",
+        help="answer this message and exit. Piped text is appended to the message, or used as the message. "
+        "Without either, a chat starts",
     )  # fmt: skip
-    parser.add_argument("--url", default=DEFAULT_URL, help="address of the service (%(default)s)")
-    parser.add_argument("--model", help="name of a model; default: the first model of the service")
+    parser.add_argument("--url", default=DEFAULT_URL, help="address of the service (default: %(default)s)")
+    parser.add_argument("--model", help="name of a model; default: the service's first model")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="the maximum number of tokens in an answer")
     parser.add_argument("--temperature", type=float, help="0 always chooses the most likely token")
@@ -69,10 +69,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _key() -> str:
-    """Return the API key from the environment, or "" if there is none. Raises CarouselError if it is malformed."""
+    """Return the API key from the environment, or "" if it is not set. Raises CarouselError if it is malformed."""
     key = os.environ.get(_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise CarouselError(f"{_KEY} has characters that no key has; `carousel key NAME` prints a key")
+        raise CarouselError(f"{_KEY}: contains characters that no key contains; `carousel key NAME` makes a key")
     return key
 
 
@@ -81,18 +81,18 @@ def _only_message(given: str | None) -> str:
     try:
         piped = "" if sys.stdin.isatty() else sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise CarouselError(f"the text that is piped in is not UTF-8: {error.reason}") from error
+        raise CarouselError(f"the piped text is not valid UTF-8: {error.reason}") from error
     message = "\n\n".join(filter(str.strip, (given or "", piped)))
     if not message:
-        raise CarouselError("there is no message: neither an argument nor text that is piped in")
+        raise CarouselError("there is no message; pass it as an argument or pipe it in")
     return message
 
 
 class Chat:
-    """A conversation: the messages so far, and the model that answers."""
+    """A conversation: the messages so far, and the model that answers them."""
 
     def __init__(self, url: str, key: str, settings: Mapping[str, Any]) -> None:
-        """`url` may end in /v1, `key` may be empty, and each request includes the fields in `settings`."""
+        """`url` may end in /v1, and `key` may be empty. `settings` are added to the body of each request."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -100,7 +100,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def begin(self, system: str) -> None:
-        """Start a new conversation, with this system message unless it is empty."""
+        """Start a new conversation, with a system message if `system` is not empty."""
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def clear(self) -> None:
@@ -108,21 +108,21 @@ class Chat:
         self._messages = [each for each in self._messages if each["role"] == "system"]
 
     def models(self) -> list[str]:
-        """Return the names of the service's models. Raises CarouselError if it has none or does not answer."""
+        """Return the names of the service's models. Raises CarouselError if there are none or it does not respond."""
         with self._opened("/v1/models") as answer:
             try:
                 names = [str(model["id"]) for model in json.load(answer)["data"]]
             except (ValueError, TypeError, KeyError) as error:
-                raise CarouselError(f"{self.url} is another kind of server: it has no /v1/models") from error
+                raise CarouselError(f"{self.url} is not a compatible server: it does not list its models") from error
         if not names:
             raise CarouselError(f"{self.url} has no models")
         return names
 
     def answer(self, message: str) -> bool:
-        """Print the answer to a message while it is generated. Returns False if Ctrl-C stopped it.
+        """Print the answer to a message as it is generated. Returns False if it was stopped with Ctrl-C.
 
-        A stopped answer stays part of the conversation. Raises CarouselError if the service refuses the request or
-        breaks off; the conversation is then unchanged.
+        A stopped answer is still part of the conversation. Raises CarouselError if the request is refused or the answer
+        breaks off. The conversation is then unchanged.
         """
         asked = [*self._messages, {"role": "user", "content": message}]
         body = {"model": self.model, "messages": asked, "stream": True, "stream_options": {"include_usage": True}}
@@ -149,7 +149,7 @@ class Chat:
         return is_whole
 
     def _opened(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request and return the open response. Raises CarouselError with the service's message if it fails."""
+        """Send a request and return the open response. If it fails, raises CarouselError with the service's message."""
         content = None if body is None else json.dumps(body).encode()
         try:
             return urllib.request.urlopen(urllib.request.Request(self.url + path, content, self._headers))
@@ -158,7 +158,7 @@ class Chat:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise CarouselError(
-                f"no service answers at {self.url} ({reason}): start one with `carousel serve`, or name its address "
+                f"no service responds at {self.url} ({reason}); start one with `carousel serve`, or pass its address "
                 f"with --url"
             ) from error
 
@@ -169,7 +169,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     except (ValueError, TypeError, KeyError, OSError):
         message = error.reason
     unauthorized = 401
-    hint = f". `carousel chat` sends the key that the environment variable {_KEY} has"
+    hint = f". `carousel chat` sends the key in the environment variable {_KEY}"
     return f"{error.code}: {message}{hint if error.code == unauthorized else ''}"
 
 
@@ -192,7 +192,7 @@ def _events(stream: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Screen:
-    """Writes one answer to the terminal, without control characters, which could change it."""
+    """Writes one answer to the terminal. Removes control characters, which could manipulate the terminal."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -208,7 +208,7 @@ class _Screen:
         self._write(printable(text, may_have="\n\t"))
 
     def show_dim(self, text: str) -> None:
-        """Write text that is not part of the answer. Ignored if the output is not a terminal."""
+        """Write text that is not part of the answer. Does nothing if the output is not a terminal."""
         if text and self._is_terminal:
             self._write("" if self._is_dim else _DIM)
             self._is_dim = True
@@ -227,7 +227,7 @@ class _Screen:
 
 def _talk(conversation: Chat) -> None:
     """Read messages and answer them until the user ends the chat."""
-    import readline  # noqa: F401  # gives `input` a history and editing keys
+    import readline  # noqa: F401  # adds a history and editing keys to `input`
 
     while True:
         try:
@@ -242,7 +242,7 @@ def _talk(conversation: Chat) -> None:
                 _obey(conversation, message)
             elif message.strip():
                 conversation.answer(message)
-        except CarouselError as error:  # the chat continues, because the next message may succeed
+        except CarouselError as error:  # the next message may succeed
             print(printable(error.message, may_have="\n"), file=sys.stderr)
 
 
@@ -257,7 +257,7 @@ def _message() -> str:
 
 
 def _obey(conversation: Chat, message: str) -> None:
-    """Run a chat command, which is a message that starts with a slash."""
+    """Run a chat command (a message that starts with a slash)."""
     command, _, rest = message.partition(" ")
     if command == "/clear":
         conversation.clear()
@@ -268,6 +268,6 @@ def _obey(conversation: Chat, message: str) -> None:
         if rest.strip() in models:
             conversation.model = rest.strip()
         else:
-            print(printable(f"The service has {', '.join(models)}."))
+            print(printable(f"There is no such model. The service has {', '.join(models)}."))
     else:
         print(_HELP if command == "/help" else f"There is no command {command}.\n{_HELP}")

@@ -1,4 +1,4 @@
-"""The command `carousel`. Only the module of the subcommand that is called is imported."""
+"""The command `carousel`. Imports only the module of the requested subcommand."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS_OF_OTHERS = {  # maps commands of vLLM, SGLang, llama.cpp and Ollama to their replacements here
-    "run": "`carousel serve MODEL` serves a model, and `carousel chat` in another terminal talks to it",
+COMMANDS_OF_OTHERS = {  # maps commands of vLLM, SGLang, llama.cpp and Ollama to hints
+    "run": "`carousel serve MODEL` serves a model; use `carousel chat` in another terminal to talk to it",
     "pull": "`carousel serve MODEL` downloads missing files",
     "list": "`curl http://127.0.0.1:8000/v1/models` lists the served models",
     "ls": "`curl http://127.0.0.1:8000/v1/models` lists the served models",
     "ps": "`curl http://127.0.0.1:8000/v1/models` lists the served models",
-    "stop": "Ctrl-C in the terminal of `carousel serve` ends the service",
+    "stop": "Press Ctrl-C in the terminal of `carousel serve` to stop the service",
     "rm": "Delete the model's folder; downloaded files are in ~/.cache/carousel and ~/.cache/huggingface",
-    "show": "`carousel plan memory --model MODEL --cpu` shows the memory that a model needs",
-    "create": "`carousel serve FOLDER` serves a folder or a GGUF file as it is; settings are in a config file",
+    "show": "`carousel plan memory --model MODEL --cpu` shows how much memory a model needs",
+    "create": "`carousel serve FOLDER` serves a folder or GGUF file directly; settings belong in a config file",
     "complete": "Send `POST /v1/completions` to a running service",
     "bench": "`python -m benchmarks.service.online` measures a running service",
     "run-batch": "`carousel bulk --input FILE --output FOLDER` answers the rows of a file",
@@ -28,7 +28,7 @@ COMMANDS_OF_OTHERS = {  # maps commands of vLLM, SGLang, llama.cpp and Ollama to
 }
 COMMANDS = {  # name → (the function that receives the remaining arguments, one line of help)
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
-    "check": ("deployments.launcher.checks:main", "find the mistakes in a config or a model, without serving it"),
+    "check": ("deployments.launcher.checks:main", "find mistakes in a config or a model, without serving it"),
     "chat": ("deployments.chat:main", "talk to a running service in this terminal"),
     "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server"),
     "plan": ("deployments.plan.__main__:main", "plan the memory of a device, or the replicas for a trace"),
@@ -40,7 +40,7 @@ INTERRUPTED = 130  # the exit status of shells after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand with the arguments after its name, and return its exit status."""
+    """Run a subcommand with the arguments that follow its name. Returns its exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if name == "--version":
         from app.versions import versions
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         if name in COMMANDS_OF_OTHERS:
-            print(f"carousel {name}: there is no such command. {COMMANDS_OF_OTHERS[name]}", file=sys.stderr)
+            print(f"carousel has no command {name}. {COMMANDS_OF_OTHERS[name]}", file=sys.stderr)
             return 2
         parser = argparse.ArgumentParser(prog="carousel", formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.epilog = "\n".join(f"carousel {each:6} {help_}" for each, (_, help_) in COMMANDS.items())
-        parser.add_argument("command", choices=COMMANDS, help="`carousel COMMAND --help` has its arguments")
+        parser.add_argument("command", choices=COMMANDS, help="`carousel COMMAND --help` lists its arguments")
         parser.parse_args([name])
     module, _, function = COMMANDS[name][0].partition(":")
     try:
@@ -64,19 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_key(arguments: Sequence[str]) -> int:
-    """Print a new API key, which is not stored anywhere, and its entry for the file of keys."""
+    """Print a new API key and its entry for the file of keys. Nothing is stored."""
     parser = argparse.ArgumentParser(prog="carousel key", description="Make an API key.")
-    parser.add_argument("name", help="name of the key; it is the tenant of the key's requests")
-    parser.add_argument("--admin", action="store_true", help="allow the routes under /admin as well")
+    parser.add_argument("name", help="name of the key; also used as the tenant of its requests")
+    parser.add_argument("--admin", action="store_true", help="also allow the routes under /admin")
     given = parser.parse_args(arguments)
     key, entry = make_key(given.name, is_admin=given.admin)
-    print(f"For {given.name}, shown only now:\n{key}\nFor the file of `api.keys_file`:\n{entry}")
+    print(f"Key for {given.name}, which cannot be shown again:\n{key}\nEntry for the file in `api.keys_file`:\n{entry}")
     return 0
 
 
 def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
-    """Return a new key and its entry for the file that `api.keys_file` names, which holds only a hash of the key."""
-    num_random_bytes = 32  # too many to guess, so a fast hash is enough
+    """Return a new key and its entry for the file in `api.keys_file`. The entry contains only a hash of the key."""
+    num_random_bytes = 32  # cannot be guessed, so a fast hash is sufficient
     key = f"sk-carousel-{secrets.token_urlsafe(num_random_bytes)}"
     admin = ", admin: true" if is_admin else ""
     return key, f'- {{name: {name}, sha256: "{hashlib.sha256(key.encode()).hexdigest()}"{admin}}}'

@@ -1,8 +1,8 @@
 """Speeds up the import of Ray Serve. Every process of a service should import this module first.
 
-Ray Serve 2.60 imports pandas and FastAPI for features that our applications do not use, and no setting prevents it.
-These two imports, and the garbage collector, which finds nothing meanwhile, take as long as the rest of Serve, in each
-of a service's nine processes. A process that does not import this module merely starts more slowly.
+Ray Serve 2.60 imports pandas and FastAPI for features that our applications do not use, and no setting prevents this.
+These two imports and useless garbage collections during the import take as long as the rest of Serve, in each of a
+service's nine processes. A process that does not import this module only starts more slowly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 
 class _ByName(type):
-    """The metaclass of stand-ins for FastAPI's classes. `isinstance` also accepts instances of the real class."""
+    """Metaclass of stand-ins for FastAPI's classes, for which `isinstance` accepts instances of the real class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(instance).__mro__}
@@ -37,7 +37,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def _stand_ins() -> dict[str, ModuleType | None]:
-    """Return the modules that Serve is given under these names. None makes the import raise ImportError."""
+    """Return the modules that Serve should import under these names. None makes the import raise ImportError."""
     kinds = {name: _ByName(name, (), {}) for name in ("FastAPI", "APIRouter", "APIRoute", "APIWebSocketRoute")}
     return {
         "pandas": None,
@@ -49,7 +49,7 @@ def _stand_ins() -> dict[str, ModuleType | None]:
 
 @contextmanager
 def _instead(modules: dict[str, ModuleType | None]) -> Iterator[None]:
-    """Put modules into `sys.modules` during the block, except for packages that have already been imported."""
+    """Put modules into `sys.modules` temporarily, except those whose package has already been imported."""
     put = {name: module for name, module in modules.items() if name.partition(".")[0] not in sys.modules}
     sys.modules.update(put)  # type: ignore[arg-type]
     try:

@@ -1,8 +1,7 @@
-"""Contains everything that depends on private names of Ray 2.60, so that only this file must follow Ray's changes.
+"""All code that uses private names of Ray 2.60, so that changes in Ray affect only this file.
 
-Each entry explains Ray's behaviour, why it is changed or used, and names the upstream issue if one is known. Apart from
-this file, only `launcher/own_cluster.py` uses private modules or names of Ray: it starts Ray while Serve is still being
-imported.
+Each docstring explains Ray's behaviour and why it is changed or used, and names the upstream issue if one is known. The
+only other file that uses private names is `launcher/own_cluster.py`, which starts Ray while Serve is being imported.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ AnswerRequest = Callable[[Any, Any, Any, Any], Awaitable[None]]
 
 
 def keep_calls_on_loopback() -> None:
-    """Bind the port that Serve is about to open in this process to 127.0.0.1, if the node's address is a loopback one.
+    """Bind the gRPC port of this Serve replica to 127.0.0.1, if the node's address is a loopback address.
 
     Every Serve replica opens a gRPC port for calls from other deployments. Ray binds it to all interfaces and unpickles
-    the data that arrives, so any machine that reaches the port can run code. Ray has no setting for the address
+    the received data, so any machine that can reach the port can run code. Ray has no setting for the address
     (https://github.com/ray-project/ray/issues/64544 is about the port).
 
-    Must be called in a deployment's constructor, because Serve opens the port after it.
+    Must be called in a deployment's constructor, because Serve opens the port after running it.
     """
     if not ip_address(ray.util.get_node_ip_address()).is_loopback:
-        return  # other nodes must reach the port
+        return  # other nodes must be able to reach the port
     open_port: Callable[[Any, str], int] | None = getattr(serve_replica, "add_port_to_grpc_server", None)
     if open_port is None:
-        logger.warning("this version of Ray opens its port for calls in another way; the port may be on all interfaces")
+        logger.warning("this version of Ray opens its gRPC port differently; the port may be open on all interfaces")
         return
     if getattr(open_port, "is_on_loopback", False):
         return
@@ -59,15 +58,15 @@ def keep_calls_on_loopback() -> None:
 
 
 def max_call_bytes() -> int:
-    """Return the most bytes that a call between deployments can carry: 4 MiB unless Ray's environment changes it."""
+    """Return the maximum size of a call between deployments: 4 MiB, unless Ray's environment variable changes it."""
     return int(RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH)
 
 
 def keep_pages_with_the_service() -> None:
-    """Make HAProxy serve its statistics and metrics on the service's address, not on all interfaces.
+    """Make HAProxy serve its statistics and metrics only on the service's address, not on all interfaces.
 
-    Ray's template binds them to `*:` and `:`, and there is no setting. No upstream issue is known. Must be called
-    before Serve's HAProxyManager is imported in this process.
+    Ray's template binds them to `*:` and `:`, and there is no setting for it. No upstream issue is known. Must be
+    called before Serve's HAProxyManager is imported in this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     for page in ("metrics_port", "stats_port"):
@@ -80,42 +79,42 @@ def keep_pages_with_the_service() -> None:
 
 
 def end_silent_connections() -> None:
-    """Make HAProxy respond with 408 and close the connection if a client has not sent a request's head in ten seconds.
+    """Make HAProxy respond with 408 and close the connection if a request's head does not arrive within ten seconds.
 
-    Ray's template contains the line (`timeout http-request`), but no variable sets its value. A client that sends
-    nothing would keep its connection for an hour, and enough such clients would block all others. The times for bodies
-    and responses do not change. No upstream issue is known. Must be called before Serve's HAProxyManager is imported in
-    this process.
+    Ray's template contains a line for this (`timeout http-request`), but no variable sets its value. A client that
+    sends nothing could keep its connection for an hour, and many such clients would block all others. The timeouts for
+    bodies and responses do not change. No upstream issue is known. Must be called before Serve's HAProxyManager is
+    imported in this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     setting = "config.timeout_http_request_s"
     unset = f"{{% if {setting} is not none %}}timeout http-request {{{{ {setting} }}}}s{{% endif %}}"
     head_timeout_s = 10
     if unset not in template:
-        logger.warning("this version of Ray configures HAProxy in another way; silent connections may stay open long")
+        logger.warning("this version of Ray configures HAProxy differently; silent connections may stay open for long")
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace(unset, f"timeout http-request {head_timeout_s}s")
 
 
 def copy_request_bodies() -> None:
     """Make HAProxy copy request bodies instead of splicing them in the kernel.
 
-    Ray's template enables splicing (`option splice-request`), and there is no setting. With it, HAProxy 2.8.25 does not
-    notice that a client that waits for a response has died, if its request was not the first on the connection and its
-    body exceeded a buffer of 16 KiB. The request then runs to its end, while the connection stays in CLOSE-WAIT and
-    HAProxy runs in a busy loop. No upstream issue is known. Must be called before Serve's HAProxyManager is imported in
-    this process.
+    Ray's template enables splicing (`option splice-request`), and there is no setting for it. With splicing, HAProxy
+    2.8.25 does not notice that a client has died while waiting for a response, if its request was not the first on the
+    connection and its body exceeded a buffer of 16 KiB. The request then runs to its end, while the connection stays in
+    CLOSE-WAIT and HAProxy runs in a busy loop. No upstream issue is known. Must be called before Serve's HAProxyManager
+    is imported in this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace("    option splice-request\n", "")
 
 
 def answer_as_the_api() -> None:
-    """Make HAProxy respond like our API if no ingress does: with 503 and `Retry-After`, so that clients try again.
+    """Make HAProxy respond like our API if no ingress responds: with 503 and `Retry-After`, so that clients retry.
 
-    Ray's template responds with 500 in plain text if an ingress closes a connection without a response or no ingress
-    accepts it, and with 404 while no application is known. Serve's own proxy, which takes over while HAProxy knows no
-    ingress, also sends 404 and 5xx in plain text. There is no setting, and no upstream issue is known. Must be called
-    before Serve's HAProxyManager is imported in this process.
+    With Ray's template, HAProxy sends a 500 in plain text if an ingress closes a connection without a response or no
+    ingress accepts it, and a 404 before the first application is deployed. Serve's own proxy, which takes over while
+    HAProxy has no ingress, also sends 404 and 5xx in plain text. There is no setting for it, and no upstream issue is
+    known. Must be called before Serve's HAProxyManager is imported in this process.
     """
     template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
     frontend, default = "frontend http_frontend\n", "backend default_backend\n"
@@ -123,7 +122,7 @@ def answer_as_the_api() -> None:
     pairs |= {frontend: frontend + _ERRORS_OF_THE_API, default: default + _ERROR_WITHOUT_APPLICATIONS}
     for text, ours in pairs.items():
         if text not in template:
-            logger.warning("this version of Ray configures HAProxy in another way; its errors may be in plain text")
+            logger.warning("this version of Ray configures HAProxy differently; its errors may be in plain text")
         template = template.replace(text, ours)
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template
 
@@ -135,8 +134,8 @@ def _error_of(status: int) -> str:
     )
 
 
-_LOST = "the service has no process for this request now, or has lost the one that had it; try again"
-# The bodies must equal those that `app.api.http.errors.error_body` returns for `Unavailable`. A test compares them.
+_LOST = "no process is available to serve this request, or the process that was serving it was lost; try again"
+# The bodies must equal the results of `app.api.http.errors.error_body` for `Unavailable`. A test compares them.
 _ERRORS_OF_THE_API = f"""\
     http-request set-var-fmt(txn.unavailable) \
 '{{"error":{{"message":"{_LOST}","type":"server_error","param":null,"code":"unavailable"}}}}'
@@ -155,16 +154,16 @@ _ERROR_WITHOUT_APPLICATIONS = """\
 
 
 def accept_odd_headers() -> None:
-    """Make Serve accept headers of any bytes in this process. Must be called in the HTTP deployment's constructor.
+    """Make Serve accept any bytes in headers in this process. Must be called in the HTTP deployment's constructor.
 
-    HTTP allows header values that are not UTF-8. Before any code of an application runs, Ray decodes some headers as
-    UTF-8 (`x-session-id`, `x-request-id` and others), and responds with 500 if that fails. There is no setting, so this
-    function makes Serve see all headers in UTF-8. No upstream issue is known.
+    HTTP allows header values that are not UTF-8. Before the application's code runs, Ray decodes some headers as UTF-8
+    (`x-session-id`, `x-request-id` and others), and responds with 500 if this fails. There is no setting for it, so
+    this function converts all headers to UTF-8 first. No upstream issue is known.
     """
     answer: AnswerRequest | None = getattr(serve_replica.Replica, "_direct_ingress_asgi", None)
     if answer is None:
         logger.warning(
-            "this version of Ray handles HTTP in another way; headers that are not UTF-8 may be answered by 500"
+            "this version of Ray handles HTTP differently; requests with headers that are not UTF-8 may fail with 500"
         )
         return
     if getattr(answer, "accepts_odd_headers", False):
@@ -182,13 +181,13 @@ def accept_odd_headers() -> None:
 def leave_request_ids_alone() -> None:
     """Keep Serve from assigning request ids in this process. Must be called in the HTTP deployment's constructor.
 
-    Serve's middleware adds an `x-request-id` to requests without one, and to every response. Our API assigns ids, so
-    responses would contain the header twice, and the field `request_id` of a body would always be ignored. There is no
-    setting, and no upstream issue is known.
+    Serve's middleware adds an `x-request-id` to every response, and to requests without one. Our API assigns ids
+    itself, so responses would contain the header twice, and a body's `request_id` field would always be ignored. There
+    is no setting for it, and no upstream issue is known.
     """
     middleware = getattr(http_util, "RequestIdMiddleware", None)
     if middleware is None:
-        logger.warning("this version of Ray assigns request ids in another way; responses may contain two of them")
+        logger.warning("this version of Ray assigns request ids differently; responses may contain two of them")
         return
 
     async def pass_on(self: Any, scope: Any, receive: Any, send: Any) -> None:
@@ -200,7 +199,7 @@ def leave_request_ids_alone() -> None:
 def use_own_protocol() -> None:
     """Make the HTTP servers that Serve starts in this process use `deployments.serve.http_server.Protocol`.
 
-    They are an ingress's server, and that of Serve's own proxy, to which HAProxy sends requests while it knows no
+    This affects the ingresses' servers and Serve's own proxy, which receives HAProxy's requests while HAProxy has no
     ingress. Serve has no setting for the protocol. Must also be called in the HTTP deployment's constructor, because
     not every cluster preloads modules.
     """
@@ -208,7 +207,7 @@ def use_own_protocol() -> None:
 
 
 def headers_as_utf8(headers: Headers) -> Headers:
-    """Return the headers in UTF-8, usually the same list. Values in other encodings are read as Latin-1, as in HTTP."""
+    """Return the headers in UTF-8. Values that are not valid UTF-8 are read as Latin-1, the encoding of HTTP."""
     if all(value.isascii() for _, value in headers):
         return headers
     return [(name, _as_utf8(value)) for name, value in headers]
@@ -225,8 +224,8 @@ def _as_utf8(value: bytes) -> bytes:
 def deploy(config: ServeDeploySchema) -> None:
     """Start Serve and deploy a config, like `serve run --non-blocking`. Blocks until the proxies are ready.
 
-    `serve run` waits for the proxies before it deploys. This function lets the application's replicas start while the
-    proxies do. No upstream issue is known.
+    `serve run` waits for the proxies before it deploys. With this function, the proxies and the application's replicas
+    start concurrently. No upstream issue is known.
     """
     controller, starting_proxies = _create_controller_and_proxy_refs(
         http_options=config.http_options.model_dump(),
@@ -243,32 +242,32 @@ def deploy(config: ServeDeploySchema) -> None:
 
 
 def http_host() -> str:
-    """Return the address on which Serve listens for HTTP, which no public API tells inside a deployment."""
+    """Return the address on which Serve listens for HTTP. No public API provides it inside a deployment."""
     return str(_get_global_client().http_config.host)
 
 
 def route_in_this_loop(handle: DeploymentHandle) -> None:
     """Make the router of an unused handle run in the current event loop.
 
-    By default, the mode in which Serve was started determines whether it runs in a separate thread. A router that
-    shares state with this loop without a lock must run in it. Serve's own code uses `_init` to choose.
+    By default, it may run in a separate thread, depending on how Serve was started. A router that shares state with
+    this loop without locks must run in it. Serve's own code also chooses the loop with `_init`.
     """
     handle._init(_run_router_in_separate_loop=False)
 
 
 async def begin_call_on_all_replicas(handle: DeploymentHandle, method: str, *arguments: object) -> Sequence[Any]:
-    """Call a method on each replica of a deployment. Returns one object per call, whose `get_async` returns the result.
+    """Call a method on each replica of a deployment. Returns one object per call; its `get_async` returns the result.
 
-    The public `results_async` of a broadcast returns no result at all if one replica hangs.
+    A broadcast's public `results_async` returns no results at all if one replica hangs.
     """
     calls: Sequence[Any] = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
     return calls
 
 
 class RefusingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """A RequestRouter that can refuse a call by raising an error.
+    """A RequestRouter whose subclasses may refuse a call by raising an error.
 
-    Serve would keep such a call in its lists of waiting calls. No upstream issue is known.
+    Serve would never remove such a call from its lists of waiting calls. No upstream issue is known.
     """
 
     @property
@@ -287,15 +286,15 @@ class RefusingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
 
 class StopsWithServe:
-    """A deployment whose `stop` is called, and awaited, when Serve stops a replica.
+    """A deployment whose `stop` is called and awaited when Serve stops a replica.
 
-    Serve has no public hook. It calls `__del__` and awaits the result, for at most the deployment's
-    graceful_shutdown_timeout_s. Python calls `__del__` as well, but awaits nothing, so `stop` should return a coroutine
-    only if there is something to wait for.
+    Serve has no public hook for this. It calls `__del__` and awaits the result for up to the deployment's
+    graceful_shutdown_timeout_s. Python also calls `__del__` but does not await the result, so `stop` should return a
+    coroutine only if there is something to wait for.
     """
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
-        """Stop this replica's work. Also called if the constructor has failed, so that attributes may be missing."""
+        """Stop this replica's work. Attributes may be missing: `stop` is also called if the constructor has failed."""
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         return self.stop()

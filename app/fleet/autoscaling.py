@@ -1,7 +1,7 @@
-"""Decides how many replicas a model needs, by a pure rule over their load. Uses neither Ray nor a clock.
+"""Decides how many replicas a model needs. The result is a pure function of their load, without Ray or a clock.
 
-The rule compares seconds of work, not requests or tokens, because one request may need ten tokens or ten thousand, and
-one replica may be a hundred times as fast as another. The caller decides when and how far to follow the result.
+The load is measured in seconds of work, not in requests or tokens, because one request may need ten tokens or ten
+thousand, and one replica may be a hundred times as fast as another. The caller decides how quickly to apply the result.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from app.config import AutoscalingConfig
 
-# The fleet shrinks only if the remaining replicas are then loaded to at most this share of their targets. Without this
-# margin, a fleet that has shrunk would soon grow again.
+# The fleet shrinks only if this leaves the remaining replicas at no more than this share of their target load.
+# Otherwise it would soon grow again.
 SHRINK_TO = 0.8
 # Share of a replica's KV memory that should be in use. Running requests grow into the rest while a new replica starts.
 TARGET_KV_USE = 0.8
@@ -23,18 +23,18 @@ TARGET_KV_USE = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalingLoad:
-    """The load of a model when the number of its replicas is decided."""
+    """A model's load at the time of a decision."""
 
-    target: int  # the number of replicas by the last decision
+    target: int  # the number of replicas according to the last decision
     num_running: int  # running replicas
-    num_reporting: int  # running replicas that have reported; the sums below cover only these
-    num_outstanding_tokens: float  # prompt tokens and predicted output tokens that are still to compute
+    num_reporting: int  # running replicas that have reported; the sums below include only these
+    num_outstanding_tokens: float  # uncomputed prompt tokens and predicted output tokens
     speeds: Sequence[float]  # tokens per second of each reporting replica; 0 before its first measurement
     num_replica_requests: float  # running and waiting requests
     kv_use: float  # sum of the replicas' shares (0 to 1) of blocks that requests own
     num_queued: float  # requests that no replica has accepted yet
     num_slots: int  # requests that one replica can compute in one step
-    num_missing: int = 0  # busy reporting replicas that miss their latency targets at the best limits
+    num_missing: int = 0  # busy reporting replicas that miss their latency targets with the best limits
 
     @property
     def num_requests(self) -> float:
@@ -42,7 +42,7 @@ class AutoscalingLoad:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of one replica: the median of the measured speeds; 0 if no replica has measured its speed."""
+        """A replica's typical speed: the median of the measured speeds, or 0 if none has been measured."""
         return median([speed for speed in self.speeds if speed > 0] or [0.0])
 
 
@@ -51,20 +51,20 @@ class WantedReplicas(NamedTuple):
 
     number: int
     cause: str  # "tokens", "kv", "requests", "targets", "idle", or "reports" (the load of some replicas is unknown)
-    reason: str  # a sentence with the numbers
+    reason: str  # a readable explanation with the numbers
 
 
 def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
-    """Return the number of replicas, within the configured limits, at which each is loaded to its targets.
+    """Return the number of replicas, within the configured limits, that brings each replica to its target load.
 
-    The number rises with the load. Every load leads to a stable number: the load may then vary by a fifth before the
-    rule returns another number. The number is 0 only if there is no request. If half of the replicas miss their latency
-    targets, the number is at least one more than the last target.
+    The number grows with the load. It is stable: the load may fall by a fifth before the number falls. The number is 0
+    only if there are no requests. If half of the replicas miss their latency targets, it is at least one more than the
+    last target.
     """
     need, cause, reason = needed(load, config)
     wanted = _whole(need)
     if wanted < load.target:
-        # The fleet does not shrink before all replicas have reported, because those without a report may be full.
+        # The fleet does not shrink before all replicas have reported, because the missing replicas may be full.
         if load.num_reporting < load.num_running:
             wanted, cause = load.target, "reports"
             reason = f"{load.num_reporting} of {load.num_running} replicas have reported"
@@ -72,41 +72,41 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
             wanted = min(load.target, _whole(need / SHRINK_TO))
     if _misses_targets(load) and wanted <= load.target:
         wanted, cause = load.target + 1, "targets"
-        reason = f"{load.num_missing} of {load.num_reporting} replicas miss their targets at the best limits"
+        reason = f"{load.num_missing} of {load.num_reporting} replicas miss their latency targets with the best limits"
     lowest = config.min_replicas if _may_sleep(load) else max(1, config.min_replicas)
     number = min(max(wanted, lowest), config.max_replicas)
     if number != wanted:
         limit = "min_replicas" if wanted < number else "max_replicas"
-        reason += f"; {limit} is {getattr(config, limit)}, else {wanted}"
+        reason += f"; would be {wanted}, but {limit} is {getattr(config, limit)}"
     return WantedReplicas(number, cause, reason)
 
 
 def _may_sleep(load: AutoscalingLoad) -> bool:
-    """Whether the model needs no replica: it has no request, and no first replica is starting for one."""
+    """Whether the model may scale to zero: it has no requests, and no first replica is starting."""
     is_starting = load.target > 0 and load.num_running == 0
     return load.num_requests == 0 and not is_starting
 
 
 def _misses_targets(load: AutoscalingLoad) -> bool:
-    """Whether half of the replicas miss their targets. False until all report, to see the effect of the last one."""
+    """Whether half of the replicas miss their targets. False until all replicas, including new ones, have reported."""
     are_all_there = load.num_reporting >= load.num_running >= load.target > 0
     return are_all_there and load.num_missing > 0 and 2 * load.num_missing >= load.num_reporting
 
 
 def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> tuple[float, str, str]:
-    """Return how many replicas the load fills (the maximum over tokens, memory and slots), the cause and the reason."""
+    """Return how many replicas the load fills (the maximum for tokens, memory and slots), the cause and the reason."""
     if load.num_requests == 0:
-        return 0.0, "idle", "no request"
+        return 0.0, "idle", "no requests"
     tokens, kv, requests = load.num_outstanding_tokens, load.kv_use, load.num_requests
     need, cause, reason = max(
-        (kv / TARGET_KV_USE, "kv", f"KV memory of {kv:.2f} replicas in use, {TARGET_KV_USE:g} of each"),
-        (requests / load.num_slots, "requests", f"{requests:,.0f} requests, {load.num_slots:,} slots each"),
+        (kv / TARGET_KV_USE, "kv", f"KV memory of {kv:.2f} replicas in use, target {TARGET_KV_USE:g} each"),
+        (requests / load.num_slots, "requests", f"{requests:,.0f} requests, {load.num_slots:,} slots per replica"),
     )
     speed = load.tokens_per_s
     if not speed:
         return need, cause, f"{reason}; no replica has measured its speed yet"
     work_s = tokens / speed
-    words = f"{tokens:,.0f} tokens to compute, {speed:,.0f} tokens/s each: {work_s:,.1f} s of work, "
+    words = f"{tokens:,.0f} tokens to compute at {speed:,.0f} tokens/s per replica: {work_s:,.1f} s of work, target "
     return max((work_s / config.target_s, "tokens", f"{words}{config.target_s:g} s each"), (need, cause, reason))
 
 

@@ -19,8 +19,8 @@ from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
-# The largest burst and the rate per second of frames that serve no request, in KiB (each frame is rounded up). A
-# healthy replica sends a few per second: heartbeats, reports after aborts, and tokens of abandoned attempts.
+# Limits for frames that serve no request: the largest burst in KiB (each frame is rounded up), and the rate in KiB per
+# second. A healthy replica sends a few per second: heartbeats, reports after aborts, and tokens of abandoned attempts.
 _MOST_IDLE_KIB, _IDLE_KIB_PER_S = 8192.0, 256.0
 
 
@@ -28,18 +28,18 @@ _MOST_IDLE_KIB, _IDLE_KIB_PER_S = 8192.0, 256.0
 class FailoverLimits:
     """How long a fleet waits for its replicas, and how often it retries a request."""
 
-    place_timeout_s: float  # how long a request waits until any replica is available
-    silence_s: float  # time without a frame after which a replica counts as hung; heartbeats are four times as frequent
+    place_timeout_s: float  # how long a request waits for an available replica
+    silence_s: float  # time without a frame after which a replica counts as hung; four heartbeats are due in this time
     step_s: float  # duration of one step after which a replica counts as hung
-    # How often a request resumes on another replica after its replica is lost. Three losses under one request are no
-    # coincidence: an update is failing, or the request crashes its replicas. Each retry risks a replica and a prefill.
+    # How often a request may resume after losing its replica. Three losses are no coincidence: an update is failing, or
+    # the request is crashing its replicas. Each retry costs a prefill and may cost another replica.
     max_resumes: int = 3
 
-    drain_s: float = 120.0  # how long a replica that accepts no more requests may run to finish its requests
+    drain_s: float = 120.0  # how long a replica that accepts no more requests may take to finish its requests
 
     @property
     def leave_after_s(self) -> float:
-        """Seconds until a draining replica's requests move. The rest of `drain_s` is reserved for their KV memory."""
+        """When a draining replica's requests are moved. The rest of `drain_s` is for transferring their KV memory."""
         return 0.75 * self.drain_s
 
     @property
@@ -60,7 +60,7 @@ class ReplicaConnection:
     ) -> None:
         """`connect` opens a stream for a reader. `on_connected` is called after each successful `connect`.
 
-        `on_lost(replica_id, lost)` is called whenever a stream ends, because the replica's later frames are lost.
+        `on_lost(replica_id, lost)` is called whenever a stream ends or cannot be opened.
         """
         self._replica_id = replica_id
         self._make_reader = make_reader
@@ -69,7 +69,7 @@ class ReplicaConnection:
         self._on_connected = on_connected
         self._reader: FrameReader | None = None
         self._transport: asyncio.Transport | None = None
-        self._outgoing: list[bytes] = []  # messages that were sent in this turn of the event loop
+        self._outgoing: list[bytes] = []  # messages to write at the end of this turn of the event loop
         self._keeping_open = asyncio.get_running_loop().create_task(self._keep_open())
 
     @property
@@ -80,8 +80,8 @@ class ReplicaConnection:
     def send(self, message: Message) -> None:
         """Send a message if a stream is open. Messages may be lost when the stream breaks.
 
-        All messages from one turn of the event loop are written together, because each write may wake the replica's
-        process, which takes longer than all other work for a message.
+        All messages from one turn of the event loop are written together, because a write may wake the replica's
+        process, and this costs more than the rest of the work for a message.
         """
         if self._transport is None:
             return
@@ -102,7 +102,7 @@ class ReplicaConnection:
         first_delay_s = 0.1
         loop, delay_s = asyncio.get_running_loop(), first_delay_s
         longest_delay_s = 5.0
-        known = ""  # the loss that was logged last
+        known = ""  # the last loss that was logged
         while True:
             began_at = loop.time()
             lost = await self._read_stream()
@@ -118,7 +118,7 @@ class ReplicaConnection:
             await asyncio.sleep(delay_s)
 
     async def _read_stream(self) -> ReplicaLost:
-        """Read one stream until it ends, and return why it ended."""
+        """Open and read one stream until it ends. Returns why it ended."""
         reader = self._reader = self._make_reader()
         holding = asyncio.get_running_loop().create_task(self._hold(reader))
         try:
@@ -128,7 +128,7 @@ class ReplicaConnection:
             holding.cancel()
 
     async def _hold(self, reader: FrameReader) -> None:
-        """Open a stream and hold it open until this task is cancelled."""
+        """Open a stream and keep it open until this task is cancelled."""
         try:
             transport = self._transport = await self._connect(reader)
         except Exception as error:
@@ -149,16 +149,16 @@ class FleetMetrics(Protocol):
         """Count a received frame that carries deltas for `num_deltas` requests."""
 
     def dispatched(self, reason: str) -> None:
-        """Count a request that was sent to a replica. `reason` is the name of the policy that chose the replica."""
+        """Count a request that is sent to a replica. `reason` is the name of the policy that chose the replica."""
 
     def resumed(self, reason: str) -> None:
-        """Count a request that resumes on another replica. `reason` is the `reason` of `ReplicaLost`."""
+        """Count a request that resumes on another replica. `reason` is `ReplicaLost.reason`."""
 
 
 async def connect(
     address: Address, ingress_id: str, reader: asyncio.Protocol, *, heartbeat_s: float
 ) -> asyncio.Transport:
-    """Connect to the replica at `address`. `reader` receives the frames as bytes, at least one every `heartbeat_s`.
+    """Connect to the replica at `address`. `reader` receives its frames as bytes, at least one every `heartbeat_s`.
 
     Raises OSError or TimeoutError if the replica cannot be reached.
     """
@@ -169,7 +169,7 @@ async def connect(
 
 
 class FrameReader(asyncio.Protocol):
-    """Reads one stream of frames: passes the reports to the registry and the deltas to their requests."""
+    """Reads a stream of frames. Passes the reports to the registry, and the deltas to their requests."""
 
     def __init__(
         self,
@@ -187,10 +187,9 @@ class FrameReader(asyncio.Protocol):
     ) -> None:
         """`in_flight` maps the id of each current attempt to its request in this process.
 
-        `on_begun` is called after the first frame, which shows that the replica serves requests; `on_ended` is called
-        when the stream ends. `on_short` is called for each report of too little free KV memory for the running
-        requests. `on_view` receives each view and `on_metrics` each answer to `AskMetrics`; both return whether this
-        process asked for it.
+        `on_begun` is called after the first frame, and `on_ended` when the stream ends. `on_short` is called for each
+        report that the replica is short of KV memory for its running requests. `on_view` receives each view, and
+        `on_metrics` each answer to `AskMetrics`. Both return whether this process requested it.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -205,7 +204,7 @@ class FrameReader(asyncio.Protocol):
         self._decoder = frame_decoder()
         self._next_number = 0
         self._idle_kib, self._idle_counted_at = 0.0, -inf
-        self.is_open = False  # whether the first frame has arrived and the stream has not ended
+        self.is_open = False  # between the first frame and the end of the stream
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[ReplicaLost] = self._loop.create_future()
@@ -213,7 +212,7 @@ class FrameReader(asyncio.Protocol):
         self._expect_frame_within(limits.silence_s)
 
     async def ended(self) -> ReplicaLost:
-        """Wait until the stream ends, and return why it ended."""
+        """Wait until the stream ends. Returns why it ended."""
         return await self._ended
 
     def end(self, error: Exception | None) -> None:
@@ -273,30 +272,30 @@ class FrameReader(asyncio.Protocol):
 
     def _check(self, frame: Frame) -> None:
         if frame.number != self._next_number:
-            raise ReplicaLost(f"frame {self._next_number} is missing, {frame.number} came", reason="gap")
+            raise ReplicaLost(f"expected frame {self._next_number}, received frame {frame.number}", reason="gap")
         self._next_number += 1
         step_age_s = frame.report.step_age_s
         if step_age_s > self._limits.step_s:
             raise ReplicaLost(f"its step has been running for {step_age_s:.1f} s", reason="stuck")
 
     def _count_idle(self, kib: float) -> None:
-        """Count a frame of this size that served no request. Raises ReplicaLost above the limits for such frames."""
+        """Count a frame of this size that served no request. Raises ReplicaLost if there are too many such frames."""
         now = self._heard_at
         self._idle_kib = max(0.0, self._idle_kib - (now - self._idle_counted_at) * _IDLE_KIB_PER_S) + kib
         self._idle_counted_at = now
         if self._idle_kib > _MOST_IDLE_KIB:
-            raise ReplicaLost("it sends too many frames that no request needs", reason="broken")
+            raise ReplicaLost("it sends too many frames that serve no request", reason="broken")
 
     def _expect_frame_within(self, wait_s: float) -> None:
         self._silence_timer = self._loop.call_later(wait_s, self._check_silence, self._loop.time() + wait_s)
 
     def _check_silence(self, due_at: float) -> None:
-        """End the stream if it is silent. Runs `silence_s` after the last frame known when the timer was set."""
+        """End the stream if no frame has arrived for `silence_s`. Otherwise sets the timer again."""
         now = self._loop.time()
-        if now - due_at > 0.2:  # this process was busy or stopped, so it may not have read frames that have arrived
+        if now - due_at > 0.2:  # this process was busy or stopped, so there may be frames that it has not read
             self._heard_at = now
         silent_s = now - self._heard_at
         if silent_s >= self._limits.silence_s:
-            self.end(ReplicaLost(f"silent for {silent_s:.1f} s", reason="silent"))
+            self.end(ReplicaLost(f"it has been silent for {silent_s:.1f} s", reason="silent"))
         else:
             self._expect_frame_within(self._limits.silence_s - silent_s)

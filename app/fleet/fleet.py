@@ -24,26 +24,26 @@ from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 1.0  # longest pause between two tries to resume a request while all replicas are full
-_RELIEVE_EVERY_S = 0.25  # by then, a replica's reports show the effect of the last request that left
-_MAX_TIMES_SHORT = 3  # how often one request may leave replicas that are short of memory
-# Replicas are asked for their metrics in groups, so that simultaneous answers do not block the event loop.
+_LONGEST_PAUSE_S = 1.0  # longest pause between attempts to resume a request while all replicas are full
+_RELIEVE_EVERY_S = 0.25  # a replica's reports reflect the previous move after this time
+_MAX_TIMES_SHORT = 3  # how often one request may be moved because its replica is short of memory
+# Metrics are requested from this many replicas per turn, because simultaneous answers would block the event loop.
 _ASKED_IN_A_TURN = 25
 _TURN_S = 0.005
 
 
 class ReplicaTransport(Protocol):
-    """Reaches replicas. `deployments/serve/transport.py` implements this over Serve's handles; tests use a fake."""
+    """Connects to replicas. `deployments/serve/transport.py` implements this with Serve's handles; tests use a fake."""
 
     async def wake(self) -> None:
-        """Wait until the model runs on a replica. Starts one if the model is scaled to zero.
+        """Wait until the model is running on a replica. Starts a replica if the model is scaled to zero.
 
-        Raises Overloaded if too many requests wait, and Unavailable if no replica can be started now.
+        Raises Overloaded if too many requests are waiting, and Unavailable if no replica can be started now.
         """
         ...
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
-        """Open a connection to a replica that passes its frames to `reader`. Raises if the replica is unreachable."""
+        """Connect to a replica, whose frames `reader` then receives. Raises if the replica is unreachable."""
         ...
 
 
@@ -66,10 +66,10 @@ class TokenStream:
         await self._deltas.aclose()
 
     def deliver_to(self, take: Callable[[TokenDelta], bool]) -> None:
-        """While the reader waits, pass each delta to `take`, except the first tokens and the last delta.
+        """Pass each delta to `take` while the reader is waiting, except the first tokens and the last delta.
 
-        If `take` returns True, the reader does not see the delta and keeps waiting. If `take` returns False, the reader
-        receives the delta, and if `take` raises, the error.
+        If `take` returns True, the delta is consumed and the reader keeps waiting. If it returns False, the reader
+        receives the delta. If it raises, the reader receives the error.
         """
         self._in_flight.take = take
 
@@ -77,9 +77,9 @@ class TokenStream:
 class Fleet:
     """Sends requests to replicas and reads the deltas over one connection per replica. Belongs to one event loop.
 
-    When a request's replica is lost, another replica receives the request with all its tokens so far and resumes it
-    exactly where it stopped. Request migration in NVIDIA Dynamo also carries only tokens; here they are the whole
-    state, because randomness is a function of seed and position.
+    When a replica is lost, its requests are sent to other replicas along with the tokens generated so far, and resume
+    exactly where they stopped. NVIDIA Dynamo's request migration also transfers only tokens. Here the tokens are the
+    complete state, because randomness is a function of seed and position.
     """
 
     def __init__(
@@ -97,33 +97,32 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._in_flight: dict[str, InFlightRequest] = {}  # by the id of the current attempt
-        # The in-flight requests by replica, in the order of their arrival on the replica.
-        self._on_replica: dict[str, dict[str, InFlightRequest]] = {}
-        # If this many replicas in a row are lost before a request receives a token, the request counts as the cause.
+        self._on_replica: dict[str, dict[str, InFlightRequest]] = {}  # by replica, in the order they were sent
+        # A request is blamed if this many replicas in a row are lost before it receives a token.
         max_losses = max(2, limits.max_resumes)
         self._culprits: Culprits[str] = Culprits(max_losses=max_losses, alone_after=max_losses - 1)
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
         self._open_ids: Sequence[str] | None = None  # cached ids of the connected replicas; None after a change
         self._turns = Turns()  # wakes the requests of lost replicas
-        self._relieved_at: dict[str, float] = {}  # when `_relieve` last tried to move a request, by replica
-        self._leaving: dict[str, asyncio.TimerHandle] = {}  # timers of replicas that only finish their requests
-        self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
-        self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # set while views are wanted
+        self._relieved_at: dict[str, float] = {}  # when `_relieve` last looked for a request to move, by replica
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # timers for `_leave`, by replica
+        self._changed = asyncio.Event()  # wakes all waiters when a connection opens or the replicas change
+        self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # None while nobody watches
         self._questions: set[_Question] = set()
         registry.on_replicas = self._replicas_changed
         self._replicas_changed(registry.replica_ids)
 
     def generate(self, request: Request) -> TokenStream:
-        """Stream the tokens of `request`, whichever replicas generate them. Closing the stream aborts the request.
+        """Stream the tokens of `request`, regardless of which replicas generate them. Closing the stream aborts it.
 
-        The first delta may be empty. It then reports that the request is queued, and on which replica.
+        If the first delta is empty, it reports that the request is queued, and on which replica.
 
         Raises:
             InvalidRequest, DeadlineMissed, StepFailed: the engine failed the request.
             Overloaded: every replica is full.
             Unavailable: no replica was available.
-            ReplicasLost: too many replicas were lost while they served this request.
+            ReplicasLost: too many replicas were lost while serving this request.
         """
         in_flight = InFlightRequest(request, began_at=self._clock(), turns=self._turns)
         return TokenStream(in_flight, self._deltas(in_flight))
@@ -138,7 +137,7 @@ class Fleet:
                     await self._suspects.begin(request.request_id)
                 try:
                     await self._begin_attempt(in_flight, avoid)
-                except BaseException:  # the request was refused or cancelled, so the next suspect may begin at once
+                except BaseException:  # rejected or cancelled, so the next suspect may begin
                     self._suspects.end(request.request_id)
                     raise
                 try:
@@ -153,7 +152,7 @@ class Fleet:
                             in_flight.is_done = True
                             return
                         if in_flight.leaves_after_prompt and delta.token_ids:
-                            in_flight.fail(RequestLeft("its prompt is computed", reason="decode"))
+                            in_flight.fail(RequestLeft("the prompt has been computed", reason="decode"))
                 except ReplicaLost as lost:
                     pause_s = self._note_loss(in_flight, lost)
                     lost.__traceback__ = None  # the connection stores the error, whose traceback refers to this request
@@ -173,10 +172,10 @@ class Fleet:
             self._culprits.forget(request.request_id)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request, so that its stream raises Cancelled. Returns False if no replica serves the request."""
+        """End a request: its stream raises Cancelled. Returns False if no replica is serving the request."""
         found = [each for each in self._in_flight.values() if each.request.request_id == request_id]
         for in_flight in found:
-            in_flight.fail(Cancelled("this request was cancelled while it ran"))
+            in_flight.fail(Cancelled("this request was cancelled while it was running"))
         return bool(found)
 
     @property
@@ -185,13 +184,13 @@ class Fleet:
         return len(self._in_flight)
 
     def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
-        """Call `on_view(replica_id, view)` for each view of a replica, a few per second. None stops the views."""
+        """Call `on_view(replica_id, view)` for each replica's views, a few per second. None stops the views."""
         self._on_view = on_view
         for replica_id in self._connections:
             self._tell_watching(replica_id)
 
     async def ask_metrics(self, timeout_s: float) -> dict[str, bytes | None]:
-        """Return the metrics of each replica that accepts requests; None for replicas that do not answer in time."""
+        """Return the metrics of each replica that accepts requests, or None for those that do not answer in time."""
         question = _Question(self._registry.replica_ids)
         self._questions.add(question)
         try:
@@ -212,14 +211,14 @@ class Fleet:
         return is_there and self._registry.sends_metrics(replica_id)
 
     def _on_metrics_received(self, replica_id: str, metrics: bytes) -> bool:
-        """Pass a replica's metrics to the open questions. Returns whether any question waited for them."""
+        """Pass a replica's metrics to the open questions. Returns whether any question was waiting for them."""
         waiting = [question for question in self._questions if replica_id in question.open]
         for question in waiting:
             question.close(replica_id, metrics)
         return bool(waiting)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return a readable description of each replica that accepts requests or still finishes some."""
+        """Return a readable description of each replica that accepts requests or is finishing its last ones."""
         described = self._registry.describe()
         for each in described:
             each["state"] = "serving" if self._is_open(each["replica"]) else "lost"
@@ -228,7 +227,7 @@ class Fleet:
 
     @property
     def last_decision(self) -> dict[str, str] | None:
-        """Readable reason why the last request's replica was chosen."""
+        """A readable explanation of why the last request's replica was chosen."""
         decision = self._registry.last_decision
         return None if decision is None else {"reason": decision.reason, "loads": decision.explain_loads()}
 
@@ -241,14 +240,14 @@ class Fleet:
     # ------------------------------------------------------------------ one request
 
     async def _begin_attempt(self, in_flight: InFlightRequest, avoid: frozenset[str]) -> None:
-        """Send a request to the replica that the registry chooses. Waits until a replica is available."""
+        """Send a request to the replica that the registry chooses, once one is available."""
         while True:
             if in_flight.num_attempts:
                 in_flight.seconds_left(self._clock())  # raises if no time is left
             weights = in_flight.needs_weights
             replica_ids = self._open_replica_ids(in_flight)
             if not replica_ids and in_flight.request.no_queue and in_flight.lost_at is None:
-                raise Overloaded("no replica is available now, and this request may not wait; try again shortly")
+                raise Overloaded("no replica is available, and this request may not be queued; try again shortly")
             replica_ids = replica_ids or await self._wait_for_replicas(in_flight)
             sent = in_flight.begin_attempt(self._clock())
             try:
@@ -276,7 +275,7 @@ class Fleet:
 
     def _with_decision(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = in_flight.decision
-        assert decision is not None, "a replica has queued it"
+        assert decision is not None, "only a placed request can be queued"
         return queued._replace(
             replica_id=in_flight.replica_id,
             group=decision.candidates[0].group,
@@ -285,7 +284,7 @@ class Fleet:
         )
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
-        """Remove all traces of an ended attempt, and abort it on its replica unless the request is done."""
+        """Stop tracking an attempt, and abort it on its replica unless the request is done."""
         replica_id = in_flight.replica_id
         del self._in_flight[in_flight.sent.request_id]
         del self._on_replica[replica_id][in_flight.sent.request_id]
@@ -302,10 +301,10 @@ class Fleet:
             self._close_if_idle(replica_id)
 
     def _note_loss(self, in_flight: InFlightRequest, lost: ReplicaLost) -> float:
-        """Count a loss, and return the pause before the next attempt in seconds.
+        """Count a loss, and return the seconds to pause before the next attempt.
 
-        Raises ReplicasLost after too many losses. A request that may itself crash replicas is given up one loss earlier
-        than the other requests on these replicas. Once it is known as the culprit, the losses that it has caused no
+        Raises ReplicasLost after too many losses. A request that may be crashing replicas fails one loss earlier than
+        the other requests on the same replicas. Once it is identified as the culprit, the losses that it caused no
         longer count against the other requests.
         """
         now = self._clock()
@@ -315,15 +314,15 @@ class Fleet:
                 in_flight.left = PrefixSource(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
             self._metrics.resumed(lost.reason)
             return 0.0
-        # If the whole replica is lost, it is already suspect, and one warning for all of its requests is enough.
+        # A replica that was lost with all its requests is already suspect and has been logged once for all of them.
         is_news = not self._registry.is_suspect(in_flight.replica_id)
-        self._registry.suspect(in_flight.replica_id)  # until it reports again
+        self._registry.suspect(in_flight.replica_id)
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
-        # A request that may have crashed its replica lets other requests go first. Those that receive a token before it
-        # are innocent.
+        # A request that may have crashed its replica pauses to let other requests go first. Requests that receive a
+        # token in the meantime are cleared.
         suspect_pause_s = 0.25
         if was_hopeless and self._is_recent(in_flight, now):
-            return suspect_pause_s  # only a suspect replica was available, so this counts as waiting, not as a loss
+            return suspect_pause_s  # only a suspect replica was available, so the request is still waiting
         in_flight.lost_at = now
         request_id = in_flight.request.request_id
         self._culprits.note_loss(
@@ -332,7 +331,7 @@ class Fleet:
         num_resumes = self._culprits.num_losses(request_id)
         if self._culprits.is_culprit(request_id) or num_resumes > self._limits.max_resumes:
             raise ReplicasLost(
-                f"{num_resumes} replicas were lost while they served this request; it is not tried again"
+                f"{num_resumes} replicas were lost while serving this request; it will not be retried"
             ) from lost
         self._metrics.resumed(lost.reason)
         logger.log(
@@ -346,7 +345,7 @@ class Fleet:
         return in_flight.lost_at is not None and now - in_flight.lost_at <= self._limits.place_timeout_s
 
     async def _wait_for_room(self, in_flight: InFlightRequest, full: Overloaded) -> None:
-        """Pause before the next try, if the request has lost its replica recently. Otherwise raises `full`."""
+        """Pause before the next attempt if the request has recently lost its replica. Otherwise raises `full`."""
         if not self._is_recent(in_flight, self._clock()):
             raise full
         await asyncio.sleep(min(full.retry_after_s, _LONGEST_PAUSE_S))
@@ -354,7 +353,7 @@ class Fleet:
     # ------------------------------------------------------------------ the replicas
 
     def _open_replica_ids(self, in_flight: InFlightRequest) -> Sequence[str]:
-        """Return the connected replicas that know all of a request's fields and can continue its tokens."""
+        """Return the connected replicas that support all of a request's fields and can continue its tokens."""
         weights, request, registry = in_flight.needs_weights, in_flight.request, self._registry
         if self._open_ids is None:
             self._open_ids = list(filter(self._is_open, registry.replica_ids))
@@ -372,7 +371,7 @@ class Fleet:
     async def _wait_for_replicas(self, in_flight: InFlightRequest) -> Sequence[str]:
         """Wait until `_open_replica_ids` finds a replica, and return its result.
 
-        Raises Unavailable after `place_timeout_s` without a replica, and Overloaded if too many requests wait for one.
+        Raises Unavailable if none is found within `place_timeout_s`, and Overloaded if too many requests are waiting.
         """
         seconds = self._limits.place_timeout_s
         try:
@@ -386,18 +385,18 @@ class Fleet:
         except TimeoutError:
             for replica_id in filter(self._is_open, self._registry.replica_ids):
                 unknown = self._registry.unknown_field(replica_id, in_flight.request)
-                if unknown is None:  # only the replica's weights can be the reason
+                if unknown is None:  # the replica was excluded because of its weights
                     raise Unavailable(
-                        "the replica of this request was lost, and the others have other weights; send it again"
+                        "this request's replica was lost, and the other replicas have different weights; send it again"
                     ) from None
                 raise Unavailable(
-                    f"this request needs {unknown}, which the running replicas do not know yet, because an update is "
-                    f"running; send it again"
+                    f"this request uses {unknown}, which the running replicas do not support yet because an update is "
+                    f"in progress; send it again"
                 ) from None
-            raise Unavailable(f"no replica was available to this request for {seconds:g} s; send it again") from None
+            raise Unavailable(f"no replica became available within {seconds:g} s; send this request again") from None
 
     async def _wake(self) -> None:
-        """Wait until a replica starts or the replicas change. Raises Overloaded if too many requests wait."""
+        """Wait until a replica starts or the replicas change. Raises Overloaded if too many requests are waiting."""
         changing = asyncio.create_task(self._changed.wait())
         waking = asyncio.create_task(self._transport.wake())
         try:
@@ -412,7 +411,7 @@ class Fleet:
             waking.cancel()
 
     def _open_changed(self) -> None:
-        """Forget the list of open replicas: a connection was opened, a stream has ended, or the replicas changed."""
+        """Clear the cached list of open replicas after a stream has opened or ended, or the replicas have changed."""
         self._open_ids = None
 
     def _note_change(self) -> None:
@@ -433,16 +432,16 @@ class Fleet:
         self._note_change()
 
     def _leave(self, replica_id: str, after_s: float) -> None:
-        """Move the requests of a replica that is about to end, with their KV memory, to other replicas."""
+        """Move a draining replica's requests, with their KV memory, to other replicas."""
         del self._leaving[replica_id]
-        if self._registry.takes_requests(replica_id):  # the replica was set to accept requests again
+        if self._registry.takes_requests(replica_id):  # the replica accepts requests again
             return
         leaving = list(self._on_replica.get(replica_id, {}).values())
         for in_flight in leaving:
             if self._open_replica_ids(in_flight):
-                in_flight.fail(RequestLeft(f"it has taken no requests for {after_s:g} s", reason="ending"))
+                in_flight.fail(RequestLeft(f"it stopped accepting requests {after_s:g} s ago", reason="ending"))
         if leaving:
-            logger.info("replica %s is about to end: its %d requests move to other replicas", replica_id, len(leaving))
+            logger.info("replica %s is ending: moving its %d requests to other replicas", replica_id, len(leaving))
 
     def _connect_to(self, replica_id: str) -> None:
         """Open a connection to a replica unless it is already connected."""
@@ -474,7 +473,7 @@ class Fleet:
         self._note_change()
 
     def _ended(self, replica_id: str) -> None:
-        """Record the end of a stream. Its replica receives no requests or questions until the first new frame."""
+        """Record the end of a stream. Its replica is not used again until a new stream delivers its first frame."""
         self._open_changed()
         for question in self._questions:
             question.close(replica_id)
@@ -484,15 +483,15 @@ class Fleet:
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
     def _on_view_received(self, replica_id: str, view: EngineSnapshot) -> bool:
-        """Pass on a view of a replica. Returns whether any watcher wanted it."""
+        """Pass on a replica's view. Returns whether anyone is watching."""
         if self._on_view is not None:
             self._on_view(replica_id, view)
         return self._on_view is not None
 
     def _relieve(self, replica_id: str) -> None:
-        """Move the youngest request of a replica that is short of KV memory to a replica with room.
+        """Move the most recent request of a replica that is short of KV memory to a replica with room.
 
-        The move avoids a preemption. The idea comes from Llumnix (Sun et al., OSDI 2024).
+        This avoids a preemption. The idea comes from Llumnix (Sun et al., OSDI 2024).
         """
         now = self._clock()
         if now < self._relieved_at.get(replica_id, -inf) + _RELIEVE_EVERY_S:
@@ -536,12 +535,12 @@ class _Question:
 
     def __init__(self, replica_ids: Iterable[str]) -> None:
         self.answers: dict[str, bytes | None] = dict.fromkeys(replica_ids)
-        self.open = dict.fromkeys(self.answers)  # replicas whose answers may still arrive, in order
+        self.open = dict.fromkeys(self.answers)  # replicas that have not answered yet, in order
         self.ended = asyncio.get_running_loop().create_future()
         self._check_ended()
 
     def close(self, replica_id: str, answer: bytes | None = None) -> None:
-        """Record a replica's answer, or None if the replica cannot answer. Later answers are ignored."""
+        """Record a replica's answer, or None if it cannot answer. Only the first call for a replica counts."""
         if replica_id not in self.open:
             return
         del self.open[replica_id]

@@ -1,4 +1,4 @@
-"""The replica's end of its sockets. Receives requests and sends frames on connections that know the secret."""
+"""The replica's end of its connections to ingresses. Receives requests, and sends frames."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from app.fleet.uncomputed_prompts import UncomputedPrompts
 logger = logging.getLogger(__name__)
 
 MAX_HELLO_BYTES = 1024
-# If an ingress acknowledges no data for this time, its machine is gone or its process has stopped. The connection is
-# then closed and the ingress's requests end. Heartbeats guarantee that there is always data to acknowledge.
+# If an ingress acknowledges no data for this time, its machine or its process has stopped. Its connection is then
+# closed, and its requests end. Because of the heartbeats, there is always data to acknowledge.
 UNREAD_TIMEOUT_S = 60.0
-# How long one measurement answers all ingresses. It is reused because writing the metrics takes a millisecond or two,
-# but only briefly, because a scrape after a request should include the request.
+# How long the encoded metrics are reused for other ingresses. Encoding takes a millisecond or two. The time is short
+# because a scrape after a request should include the request.
 METRICS_HOLD_S = 0.05
 
 
@@ -53,7 +53,7 @@ class Hello(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the id is a string and the heartbeat is in range. Raises TypeError if the heartbeat is no number."""
+        """Whether the fields are valid. Raises TypeError if the heartbeat is not a number."""
         return isinstance(self.ingress_id, str) and 0.01 <= self.heartbeat_s <= 3600
 
     def line(self) -> bytes:
@@ -63,8 +63,8 @@ class Hello(NamedTuple):
 class FrameServer:
     """Listens on one address of this machine. The server belongs to the event loop that opens it.
 
-    Requests and frames bypass Ray Serve, because a Serve call costs several times as much as a message on this
-    connection.
+    Requests and frames bypass Ray Serve, because a Serve call costs several times as much as a message on a socket. An
+    ingress must send the secret of the server's address first.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class FrameServer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` serves the requests. `report` is called for each frame, and `metrics` when an ingress asks."""
+        """`report` is called for each frame, and `metrics` when an ingress requests the metrics."""
         self._host = host
         self._engine = engine
         self._report = report
         self._metrics = metrics
         self._clock = clock
-        self._measured = (-inf, b"")  # time and result of the last call of `metrics`
+        self._measured = (-inf, b"")  # time and result of the last call to `metrics`
         self._secret = secrets.token_hex(16)
         self._opening: asyncio.Task[asyncio.Server] | None = None
         self._unidentified: set[_Connection] = set()
         self._connections: set[_Connection] = set()
         self._of_ingress: dict[str, _Connection] = {}
         self._draining: asyncio.Future[None] | None = None
-        self._was_left = False  # whether a request may have left the replica since `drain` was called
+        self._was_left = False  # whether a request may have been moved away since `drain` was called
         self._watching: set[_Connection] = set()
         self._showing: asyncio.Task[None] | None = None  # runs while any ingress watches
         self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
@@ -98,7 +98,7 @@ class FrameServer:
         self._prompts = UncomputedPrompts()
 
     async def open(self) -> Address:
-        """Start listening unless the server already listens. Raises OSError if this machine lacks the address."""
+        """Start listening, unless already listening. Raises OSError if this machine does not have the address."""
         if self._opening is None:
             loop = asyncio.get_running_loop()
             self._prefixes.address = self._engine.serve_prefixes(self._host)
@@ -116,12 +116,12 @@ class FrameServer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being served and nothing is left to send."""
+        """Whether no request is being served and there is nothing left to send."""
         return all(each.session is None or each.session.is_idle for each in self._connections)
 
     async def drain(self) -> None:
-        """Wait until all requests have ended. If a request may have moved, allow time to fetch its KV memory."""
-        fetch_s = 1.0  # a replica gives up a fetch after this time, or later if computing would take longer
+        """Wait until all requests have ended. If one may have moved, also allow time to fetch its KV memory."""
+        fetch_s = 1.0  # a fetch is abandoned after this time, or later if recomputing would take longer
         while not self.is_idle:
             self._draining = asyncio.get_running_loop().create_future()
             await self._draining
@@ -129,7 +129,7 @@ class FrameServer:
             await asyncio.sleep(fetch_s)
 
     def left(self) -> None:
-        """Record that an ingress has aborted a request. Such a request may have moved to another replica."""
+        """Record that an ingress has aborted a request. The request may have moved to another replica."""
         self._was_left = self._draining is not None
 
     def _check_drained(self) -> None:
@@ -139,7 +139,7 @@ class FrameServer:
     def opened(self, connection: _Connection) -> bool:
         """Register a new connection. Returns False while too many other connections have not identified themselves."""
         self._connections.add(connection)
-        # The limit allows many ingresses, because all of them connect as soon as a replica is ready.
+        # The limit is high because all ingresses connect as soon as a replica is ready.
         max_unidentified = 256
         if len(self._unidentified) >= max_unidentified:
             return False
@@ -147,9 +147,9 @@ class FrameServer:
         return True
 
     def identified(self, connection: _Connection, line: bytes) -> None:
-        """Check the first line of a connection. Starts a session for its ingress, or closes the connection.
+        """Check a connection's first line. Starts a session if the line is valid, and otherwise closes the connection.
 
-        The ingress's previous connection is closed, because an ingress reconnects only after it has lost a connection.
+        The ingress's previous connection is closed, because an ingress reconnects only after losing its connection.
         """
         self._unidentified.discard(connection)
         try:
@@ -180,22 +180,21 @@ class FrameServer:
             self._showing = asyncio.get_running_loop().create_task(self._show())
 
     def measured(self) -> bytes:
-        """Return this replica's metrics, at most `METRICS_HOLD_S` old; empty if they cannot be written."""
+        """Return this replica's encoded metrics, at most `METRICS_HOLD_S` old. Empty if they cannot be encoded."""
         now = self._clock()
         if self._measured[0] <= now - METRICS_HOLD_S:
             try:
                 self._measured = (now, self._metrics())
             except Exception as error:
-                logger.error("the metrics could not be written: %s", traceback_of(error))
+                logger.error("the metrics could not be encoded: %s", traceback_of(error))
                 self._measured = (now, b"")
         return self._measured[1]
 
     async def _show(self) -> None:
         """Send views until no ingress watches."""
         clock = asyncio.get_running_loop().time
-        view_period_s = 0.2  # the eye sees no more details of a moving line than five views per second show
-        # Pages that have missed views, or are opened later, need a full view.
-        full_view_period_s = 2.0
+        view_period_s = 0.2  # more views would not make a moving line look smoother
+        full_view_period_s = 2.0  # for pages that have missed views or are opened later
         with suppress(EngineStopped):
             while self._watching:
                 is_full = clock() >= self._full_view_at
@@ -209,7 +208,7 @@ class FrameServer:
         self._engine.end_snapshots()
 
     def closed(self, connection: _Connection) -> None:
-        """Remove a lost connection, which may leave the server idle."""
+        """Remove a closed connection. This may complete a drain."""
         self._watching.discard(connection)
         self._unidentified.discard(connection)
         self._connections.discard(connection)
@@ -218,7 +217,7 @@ class FrameServer:
 
 
 class _Connection(asyncio.Protocol):
-    """The replica's end of one connection. Serves as a `FrameStream` after the ingress has sent the secret."""
+    """The replica's end of one connection. Used as a `FrameStream` once the ingress has sent the secret."""
 
     def __init__(self, server: FrameServer) -> None:
         self._server = server
@@ -231,7 +230,7 @@ class _Connection(asyncio.Protocol):
         self.is_writable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Serve runs on uvloop, whose transports are not subclasses of asyncio's.
+        # A cast, because Serve runs on uvloop, whose transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             connected = transport.get_extra_info("socket")
@@ -267,7 +266,7 @@ class _Connection(asyncio.Protocol):
                     session.send_metrics(self._server.measured())
 
     def _take_hello(self, data: bytes) -> bytes:
-        """Read the first line, and return the bytes after it."""
+        """Read the first line. Returns the bytes that follow it."""
         self._line += data
         if b"\n" not in self._line and len(self._line) <= MAX_HELLO_BYTES:
             return b""
@@ -305,7 +304,7 @@ class _Connection(asyncio.Protocol):
 
 
 def report_of_engine(engine: AsyncEngine, *, group: str = "", weights: int = 0) -> ReplicaReport:
-    """Return the report of the replica that runs this engine. `weights` is the digest of the model's files."""
+    """Return the report for the replica that runs this engine. `weights` is the digest of the model's files."""
     return report_of(
         engine.stats(),
         num_requests=engine.num_requests,

@@ -1,14 +1,14 @@
 """The messages between ingresses and replicas, and their encoding as bytes.
 
-An ingress sends requests and aborts. A replica sends frames, each with everything that is new since the last frame.
+An ingress sends requests and aborts. A replica sends frames, each with everything that is new since the previous frame.
 
-Messages are encoded with msgpack, which holds plain values only, so bytes from a socket cannot run code. A message
+Messages are encoded with msgpack, which supports only plain values, so bytes from a socket cannot run code. A message
 starts with its version and its length. Its fields are encoded by position, and a request's fields by name. A reader
-ignores unknown fields and uses defaults for missing ones, so that neighbouring versions understand each other if new
-fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
+ignores unknown fields and uses defaults for missing fields. Consecutive versions therefore remain compatible if new
+fields have a default and are added at the end. Any other change requires a new FRAME_VERSION.
 
-A replica that ignored a request field would generate tokens that the client did not ask for. A replica therefore lists
-its known fields in its first frame, and an ingress sends a request only to replicas that know all of its fields.
+A replica that ignored a request field would generate tokens that the client did not request. A replica therefore lists
+its supported fields in its first frame, and an ingress sends a request only to replicas that support all its fields.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from app.fleet.dispatch import PrefixChanges, ReplicaReport
 from app.fleet.dispatch.ledger import Count
 
 FRAME_VERSION = 2
-# A reader buffers each message until it is complete, so the size is limited. A frame reaches about this size if its
-# ingress was slow for half a minute and each token carries 20 log-probabilities.
+# The size of messages is limited because a reader buffers each message until it is complete. A frame grows to about
+# this size if its ingress was slow for half a minute and each token carries 20 log-probabilities.
 MAX_MESSAGE_BYTES = 1 << 26
 
 _HEADER = struct.Struct(">BI")  # version, number of bytes that follow
 
 
 class InvalidFrame(ValueError):
-    """Raised for bytes that do not form a message of this version."""
+    """Raised for bytes that are not a valid message of this version."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One frame of a replica's stream. Frames are numbered from 0; a missing number shows that tokens were lost."""
+    """One frame of a replica's stream. Frames are numbered from 0, so that a lost frame is detected."""
 
     number: int
     report: ReplicaReport
     deltas: tuple[TokenDelta, ...]  # at most one per request; empty in a heartbeat
     view: EngineSnapshot | None = None  # only while the ingress watches
     prefixes: PrefixChanges | None = None  # changes since the previous frame; all prefixes in the first frame
-    known_fields: tuple[str, ...] = ()  # known request fields, as in `REQUEST_FIELDS`; only in the first frame
+    known_fields: tuple[str, ...] = ()  # supported request fields, as in `REQUEST_FIELDS`; only in the first frame
     metrics: bytes | None = None  # only in the answer to AskMetrics; encoded by `app.metrics`
 
 
@@ -56,7 +56,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Asks a replica to serve a request. Its deltas arrive in frames; the last delta carries the error, if any."""
 
     request: Request
-    # Tokens that the ingress expects the replica to prefill. None means all prompt tokens and all generated tokens.
+    # Tokens that the ingress expects the replica to prefill; None for all prompt tokens and generated tokens.
     num_prefill_tokens: Count | None = None
 
 
@@ -67,13 +67,13 @@ class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Starts or stops views in the frames to this ingress. Only for replicas that report `sends_views`."""
+    """Starts or stops views in the frames to this ingress. Only sent to replicas that report `sends_views`."""
 
     is_watched: bool
 
 
 class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Asks for the replica's metrics once. Only for replicas that report `sends_metrics`."""
+    """Requests the replica's metrics once. Only sent to replicas that report `sends_metrics`."""
 
 
 Message = SubmitRequest | AbortRequest | WatchEngine | AskMetrics
@@ -93,7 +93,7 @@ def _fields_of(kind: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 def used_fields(value: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the fields of a request that differ from their defaults, named as in `REQUEST_FIELDS`."""
+    """Yield the names (as in `REQUEST_FIELDS`) of the request fields that differ from their defaults."""
     for field in fields(value):
         item = getattr(value, field.name)
         if item == field.default:
@@ -105,13 +105,13 @@ def used_fields(value: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{field.name}={item.value}"
 
 
-# The request fields that this version knows. Nested fields contain a dot, and each value of an enumeration is listed.
+# The request fields that this version supports. Nested fields contain a dot, and each enumeration value is listed.
 REQUEST_FIELDS = frozenset(_fields_of(Request))
 
-# The request fields that only the choice of a replica uses. A replica may ignore them.
+# The request fields that are only used to choose a replica. A replica may ignore them.
 DISPATCH_FIELDS = frozenset({"group", "preset", "session", "call"})
 
-# The fields known to a replica of version 418a799 or older, which does not list its fields. Never add a field here.
+# The fields that version 418a799 supports. It does not list its fields in the first frame. Never add a field here.
 FIRST_REQUEST_FIELDS = frozenset(
     """
     request_id prompt_token_ids sampling sampling.max_tokens sampling.min_tokens sampling.temperature
@@ -143,7 +143,7 @@ def report_of(
     backend: ChosenBackend | None = None,
     num_prompt_tokens_of_others: int | None = None,
 ) -> ReplicaReport:
-    """Return a replica's report, from its engine's statistics and the values that the statistics do not include."""
+    """Return a replica's report, built from its engine's statistics and values that the statistics do not include."""
     return ReplicaReport(
         group=group,
         num_requests=num_requests,
@@ -171,16 +171,16 @@ def report_of(
 
 
 def encode(message: Frame | Message) -> bytes:
-    """Return a message as bytes, including the header."""
+    """Return a message as bytes, with its header."""
     body = _encode(message)
     return _HEADER.pack(FRAME_VERSION, len(body)) + body
 
 
 class StreamDecoder(Generic[ReceivedT]):
-    """Decodes a stream of bytes into frames, or into messages of an ingress."""
+    """Decodes a stream of bytes into a replica's frames or an ingress's messages."""
 
     def __init__(self, decode: Callable[[memoryview], ReceivedT]) -> None:
-        """Call `frame_decoder` or `message_decoder` instead of this constructor."""
+        """Use `frame_decoder` or `message_decoder` instead of this constructor."""
         self._decode: Callable[[memoryview], ReceivedT] = decode
         self._begun = bytearray()  # bytes of an incomplete message
 
@@ -194,9 +194,9 @@ class StreamDecoder(Generic[ReceivedT]):
             while len(view) >= start + _HEADER.size:
                 version, length = _HEADER.unpack_from(view, start)
                 if version != FRAME_VERSION:
-                    raise InvalidFrame(f"a frame of version {version} came; this process reads version {FRAME_VERSION}")
+                    raise InvalidFrame(f"received version {version}, but this process reads version {FRAME_VERSION}")
                 if length > MAX_MESSAGE_BYTES:
-                    raise InvalidFrame(f"a message of {length:,} bytes came; at most {MAX_MESSAGE_BYTES:,} are read")
+                    raise InvalidFrame(f"received a message of {length:,} bytes; the limit is {MAX_MESSAGE_BYTES:,}")
                 end = start + _HEADER.size + length
                 if end > len(view):
                     break
@@ -204,7 +204,7 @@ class StreamDecoder(Generic[ReceivedT]):
                     try:
                         received.append(self._decode(body))
                     except msgspec.DecodeError as error:
-                        raise InvalidFrame(f"the bytes that came are not a frame: {error}") from error
+                        raise InvalidFrame(f"received bytes that are not a valid message: {error}") from error
                 start = end
         if self._begun:
             del self._begun[:start]
@@ -225,13 +225,13 @@ def message_decoder() -> StreamDecoder[Message]:
 
 def _plain(value: object) -> object:
     if not isinstance(value, CarouselError):
-        raise TypeError(f"a frame holds plain values and CarouselErrors, not {type(value).__name__}")
+        raise TypeError(f"a frame can contain plain values and CarouselErrors, but no {type(value).__name__}")
     return value.to_plain()
 
 
 def _restored(kind: type, plain: object) -> CarouselError:
     if kind is not CarouselError or not isinstance(plain, list):
-        raise ValueError(f"a frame holds no {kind.__name__}")
+        raise ValueError(f"a frame cannot contain a {kind.__name__}")
     return from_plain(*plain)
 
 

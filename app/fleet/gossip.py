@@ -1,4 +1,4 @@
-"""A table that the processes of one model share. Each process stores a copy; the latest entry of a name wins."""
+"""A table shared by the processes of one model. Each process stores a copy, and the latest entry for a name wins."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from app.engine.request import Adapter
 
 
 class Entry(NamedTuple):
-    """The latest value of a name."""
-
-    at: float  # wall time of the entry, in seconds; 0 for an entry from the config
+    at: float  # Unix time of the entry; 0 for an entry from the config
     value: Any  # None if the name was removed
 
 
-Table = Mapping[str, Entry]  # by name; never changed, only replaced
+Table = Mapping[str, Entry]  # by name; immutable
 
 
 def merged(tables: Iterable[Table]) -> dict[str, Entry]:
-    """Return the latest entry of each name. The result does not depend on the order of the tables."""
+    """Return the latest entry for each name. The order of the tables does not matter."""
     found: dict[str, Entry] = {}
     for table in tables:
         for name, entry in table.items():
@@ -31,10 +29,10 @@ def merged(tables: Iterable[Table]) -> dict[str, Entry]:
 def with_entry(table: Table, name: str, value: Any, *, now: float) -> dict[str, Entry]:
     """Return a copy of the table with a new value for a name."""
     before = table.get(name)
-    # The new entry must be later than the previous one, even if the previous one came from a clock that runs ahead.
+    # The new entry must be later than the previous one, even if that was written by a machine whose clock is ahead.
     return {**table, name: Entry(max(now, 0.0 if before is None else before.at + 0.001), value)}
 
 
 def adapters_in(table: Table) -> list[Adapter]:
-    """Return the LoRA adapters in the table. Removed adapters are left out."""
+    """Return the LoRA adapters in the table, without removed adapters."""
     return [entry.value for entry in table.values() if isinstance(entry.value, Adapter)]

@@ -1,4 +1,4 @@
-"""An unfinished request of an ingress: its tokens so far, and the attempt that currently serves it."""
+"""An ingress's unfinished request: its tokens so far, and the current attempt to serve it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class ReplicaLost(Exception):
     """Raised when a request's replica will send no more deltas. Another replica can resume the request."""
 
     def __init__(self, message: str, *, reason: str, avoid: Collection[str] = frozenset()) -> None:
-        """`message` is for the log, `reason` (one word) for metrics. `avoid`: other replicas that cannot resume it."""
+        """`message` is logged; `reason` is one word for the metrics. `avoid` lists replicas that must not resume it."""
         super().__init__(message)
         self.reason = reason
         self.avoid = avoid
 
 
 class RequestLeft(ReplicaLost):
-    """Raised when a request resumes on another replica although nothing has failed."""
+    """Raised when a request is moved to another replica although nothing has failed."""
 
 
 class Turns:
-    """Runs calls in order, a few in each turn of the event loop, so that other work can run in between."""
+    """Runs calls in order, a few per turn of the event loop, so that other work can run in between."""
 
     def __init__(self, *, at_once: int = 16) -> None:
-        """`at_once`: the largest number of calls in one turn."""
+        """`at_once` is the maximum number of calls per turn."""
         self._at_once = at_once
         self._calls: deque[Callable[[], object]] = deque()
         self._next: asyncio.Handle | None = None
@@ -52,15 +52,15 @@ class Turns:
 
 
 class InFlightRequest:
-    """One request of an ingress, served by one attempt after another. It belongs to one event loop and has one reader.
+    """One request of an ingress, served by one or more attempts. It belongs to one event loop and has one reader.
 
     The request stores every token that its reader receives. Randomness is a function of seed and position (see
-    `app/model/sampler.py`), so these tokens are the whole state: a replica that receives the prompt and the tokens
-    resumes the request exactly as the previous replica would have continued.
+    `app/model/sampler.py`), so these tokens are the complete state: a replica that receives them with the prompt
+    continues exactly as the previous replica would have.
 
-    Each attempt uses its own id, so that deltas of earlier attempts are recognized and ignored.
+    Each attempt uses its own id, so that deltas from earlier attempts are recognized and ignored.
 
-    While the reader waits, `take` receives the tokens immediately, so that no task wakes up for each token.
+    While the reader is waiting, `take` receives the tokens directly, which avoids waking a task for each token.
     """
 
     __slots__ = (
@@ -71,22 +71,20 @@ class InFlightRequest:
     )  # fmt: skip
 
     def __init__(self, request: Request, *, began_at: float, turns: Turns) -> None:
-        """`turns` wakes the readers of requests that have lost their replicas, which may be thousands at once."""
+        """`turns` wakes the readers whose requests have lost their replicas, because thousands may wake at once."""
         self._turns = turns
         self.request = request  # as its caller sent it
-        # Accepts the deltas between the first tokens and the end in place of the reader. If it returns False, the
-        # reader receives the delta.
-        self.take: Callable[[TokenDelta], bool] | None = None
+        self.take: Callable[[TokenDelta], bool] | None = None  # see `TokenStream.deliver_to`
         self.num_attempts = 0
         self.num_times_short = 0  # how often the request left a replica that was short of memory
         self.weights = 0  # digest of the weights that generated its tokens; 0 while unknown
-        self.lost_at: float | None = None  # when its last replica was lost or left, by the clock of `began_at`
+        self.lost_at: float | None = None  # when it last lost or left a replica, by the clock of `began_at`
         self.left: PrefixSource | None = None  # the replica that the request left, if its KV memory can be fetched
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
         self._num_sent = 0  # tokens and scores that the current attempt started with
-        self._num_cached_tokens: int | None = None  # on the first replica, so that the reported usage does not change
+        self._num_cached_tokens: int | None = None  # the first replica's, because the reported usage must not change
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +93,7 @@ class InFlightRequest:
 
     @property
     def needs_weights(self) -> int:
-        """Digest of the only weights that can resume the request; 0 if any weights can, because it has no tokens."""
+        """Digest of the weights that must resume the request, or 0 if any can because it has no tokens yet."""
         return self.weights if self._token_ids or self._num_scored_tokens else 0
 
     @property
@@ -106,14 +104,14 @@ class InFlightRequest:
     # ------------------------------------------------------------------ attempts
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the deadline; None without a deadline. Raises DeadlineMissed if it has passed."""
+        """Return the seconds until the deadline, or None if there is none. Raises DeadlineMissed if it has passed."""
         deadline_s = self.request.deadline_s
         if deadline_s is not None:
             deadline_s -= now - self._began_at
             if deadline_s <= 0:
                 raise DeadlineMissed(
-                    f"the deadline of {self.request.deadline_s:g} s has passed with {self.num_tokens:,} tokens "
-                    f"generated; the request lost its replica, or waited for one"
+                    f"the deadline of {self.request.deadline_s:g} s passed after {self.num_tokens:,} generated tokens, "
+                    f"while the request was waiting for a replica"
                 )
         return deadline_s
 
@@ -122,7 +120,7 @@ class InFlightRequest:
 
         Raises DeadlineMissed if no time is left.
         """
-        sent = self.request  # the first attempt keeps its id
+        sent = self.request  # the first attempt uses the request's own id
         if self.num_attempts:
             sent = replace(
                 self.request,
@@ -130,7 +128,7 @@ class InFlightRequest:
                 generated_token_ids=tuple(self._token_ids),
                 num_scored_tokens=self._num_scored_tokens,
                 deadline_s=self.seconds_left(now),
-                no_queue=self.request.no_queue and self.lost_at is None,  # a request that has started is not refused
+                no_queue=self.request.no_queue and self.lost_at is None,  # only the first attempt may be refused
             )
         self.num_attempts += 1
         sampling = self.request.sampling
@@ -146,14 +144,14 @@ class InFlightRequest:
         self.is_accepted = False  # whether the replica has queued the request
         self.has_ended = False  # whether the attempt ignores further deltas
         self.is_done = False  # whether the reader has received the finish reason
-        self.has_first_token = False  # whether the reader has received a token of this attempt
-        self._unread: UnreadDelta | None = None  # deltas that the reader has not taken
+        self.has_first_token = False  # whether the reader has received a token from this attempt
+        self._unread: UnreadDelta | None = None  # merged deltas that the reader has not received yet
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None  # the reader waits for this future
         return sent
 
     def place(self, decision: Decision, *, weights: int = 0, prefixes_at: tuple[str, int, str] | None = None) -> None:
-        """Record the replica of the current attempt. The replica may still refuse the request."""
+        """Record the current attempt's replica. The replica may still refuse the request."""
         self.decision = decision
         self.replica_id = decision.candidates[0].replica_id
         self.weights = weights
@@ -169,13 +167,13 @@ class InFlightRequest:
     def put(self, delta: TokenDelta) -> None:
         """Accept a delta of the current attempt. Deltas after the end of the attempt are ignored.
 
-        Raises ReplicaLost if the replica sends more tokens or log-probabilities than the request asks for.
+        Raises ReplicaLost if the replica sends more tokens or log-probabilities than requested.
         """
         if self.has_ended:
             return
         self._num_left -= len(delta.token_ids)
         if self._num_left < 0:
-            raise ReplicaLost("it sent more tokens than a request asks for", reason="broken")
+            raise ReplicaLost("it sent more tokens than requested", reason="broken")
         if delta.logprobs or delta.prompt_logprobs:
             self._check_logprobs(delta)
         if self.has_first_token and self.take is not None and self._is_taken(delta, self.take):
@@ -185,7 +183,7 @@ class InFlightRequest:
         if delta.error is not None:
             delta = self._take_error(delta, delta.error)
         if self._error is None or delta.token_ids:
-            # A client may pause for long. One stored delta per token would use fifty times the memory of a token id.
+            # Deltas are merged because a client may pause for long: a delta uses 50 times the memory of a token id.
             self._unread = with_next(self._unread, delta)
         self._wake()
 
@@ -199,7 +197,7 @@ class InFlightRequest:
             or _most_top(delta.logprobs) > num_top
             or _most_top(delta.prompt_logprobs) > (sampling.prompt_logprobs or 0)
         ):
-            raise ReplicaLost("it sent more log-probabilities than a request asks for", reason="broken")
+            raise ReplicaLost("it sent more log-probabilities than requested", reason="broken")
 
     def _is_taken(self, delta: TokenDelta, take: Callable[[TokenDelta], bool]) -> bool:
         """Offer a delta to `take`. Returns False if the reader must receive the delta."""
@@ -209,14 +207,14 @@ class InFlightRequest:
         try:
             if not take(seen):
                 return False
-        except Exception as error:  # the error concerns this request only, not the replica or other requests
+        except Exception as error:  # must not affect the replica's stream or other requests
             self.fail(error)
             return True
         self._keep(seen)
         return True
 
     def _take_error(self, delta: TokenDelta, error: CarouselError) -> TokenDelta:
-        # If the engine stops or the device fails for every request, this request can resume on another replica.
+        # A stopped engine or failed device affects all requests, and this request can resume on another replica.
         is_its_own = not isinstance(error, EngineStopped | DeviceFault)
         self._error = error if is_its_own else ReplicaLost(str(error), reason="engine_failed")
         return structs.replace(delta, finish_reason=None, error=None)
@@ -224,7 +222,7 @@ class InFlightRequest:
     def fail(self, error: Exception) -> None:
         """End the current attempt with an error that does not come from the replica.
 
-        A Cancelled error replaces a ReplicaLost that the reader has not seen, so that the request is not resumed.
+        Cancelled replaces a ReplicaLost that the reader has not received yet, so that the request is not resumed.
         """
         is_called_off = isinstance(error, Cancelled) and isinstance(self._error, ReplicaLost)
         if not self.has_ended or is_called_off:
@@ -233,7 +231,7 @@ class InFlightRequest:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake the reader for a delta or an error. `Turns` spreads out the readers of a lost replica."""
+        """Wake the reader. If its replica is lost, `Turns` wakes it, to spread out the many readers of that replica."""
         if self._waiting is None or self._waiting.done():
             return
         if isinstance(self._error, ReplicaLost):
@@ -242,7 +240,7 @@ class InFlightRequest:
             self._waiting.set_result(None)
 
     def _wake_now(self) -> None:
-        # The reader may have taken the error in the meantime, and may already wait for the next attempt.
+        # The reader may have received the error in the meantime and may already be waiting for the next attempt.
         has_something = self._unread is not None or self._error is not None
         if has_something and self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -251,11 +249,11 @@ class InFlightRequest:
         """Wait for a delta or an error, and return all accumulated deltas as one. Errors are raised after the tokens.
 
         Raises:
-            ReplicaLost: the replica is lost, or the request leaves it.
+            ReplicaLost: the replica is lost, or the request is moved to another replica.
             CarouselError: the replica refused the request, or the request ended with an error.
         """
         if self._unread is None and self._error is None:
-            # A bare future takes half the time of an Event, and the reader may wait here for every token.
+            # A bare future takes half as long as an Event, and the reader may wait here for every token.
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         if self._unread is not None:
@@ -280,7 +278,7 @@ class InFlightRequest:
                 self._num_cached_tokens = delta.num_cached_tokens
 
     def _seen(self, delta: TokenDelta) -> TokenDelta:
-        """Return a delta for the caller: with the original request id and the first replica's cached tokens."""
+        """Return a delta as the caller sees it: with the original request id and the first replica's cached tokens."""
         num_cached_tokens = self._num_cached_tokens
         if num_cached_tokens is None:
             num_cached_tokens = delta.num_cached_tokens if delta.token_ids else 0

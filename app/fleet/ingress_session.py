@@ -30,14 +30,14 @@ class FrameStream(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the ingress keeps up. The owner calls `IngressSession.flush` when this becomes true again."""
+        """Whether the ingress is keeping up. The owner calls `IngressSession.flush` when this becomes true again."""
         ...
 
 
 class IngressSession:
-    """Submits the requests of one ingress and sends their deltas as frames. Uses one event loop and one stream.
+    """Submits the requests of one ingress and sends their deltas as frames. Belongs to one event loop and one stream.
 
-    A slow ingress receives fewer and longer frames. The requests' token limits bound the size of the unsent deltas.
+    A slow ingress receives fewer, larger frames. The requests' token limits bound the size of the unsent deltas.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class IngressSession:
         heartbeat_s: float,
         on_idle: Callable[[], object] = lambda: None,
     ) -> None:
-        """Send a first frame at once. Further frames follow for every change, and at least every `heartbeat_s`.
+        """Send the first frame immediately. Further frames follow changes, and are sent at least every `heartbeat_s`.
 
         `report` is called for each frame, and `on_idle` when the session has no more requests. The session owns and
-        closes `prefixes`. `prompts` counts the prompts of all sessions.
+        closes `prefixes`. `prompts` is shared by all sessions.
         """
         self._stream = stream
         self._engine = engine
@@ -79,9 +79,9 @@ class IngressSession:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: Request, *, num_prefill_tokens: int | None = None) -> None:
-        """Serve a request. Its first delta reports that the request is queued, or carries the error of a refusal.
+        """Serve a request. Its first delta reports that the request is queued, or carries an error if it is refused.
 
-        `num_prefill_tokens` is described in `SubmitRequest`.
+        See `SubmitRequest` for `num_prefill_tokens`.
         """
         if num_prefill_tokens is None:
             num_prefill_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
@@ -112,8 +112,7 @@ class IngressSession:
         request_id = request.request_id
         self._open.add(request_id)
         self._deltas[request_id] = TokenDelta(request_id, (), queued=queued, ignored=ignored_by(matcher))
-        # The delta of a queued request waits this long for the first token, to save a frame.
-        queued_delay_s = 0.05
+        queued_delay_s = 0.05  # if the first token follows within this time, one frame carries both deltas
         if self._queued_timer is None:
             self._queued_timer = asyncio.get_running_loop().call_later(queued_delay_s, self._flush_queued)
 
@@ -124,11 +123,11 @@ class IngressSession:
     def _refuse(self, request: Request, error: Exception) -> None:
         if not isinstance(error, CarouselError):
             logger.error("request %s could not be submitted: %s", request.request_id, traceback_of(error))
-            error = Failure("the replica failed on this request; its log says why")
+            error = Failure("the replica failed to process this request; see its log for the reason")
         self.put_all([TokenDelta(request.request_id, (), FinishReason.ERROR, error=error)])
 
     def abort(self, request_id: str) -> None:
-        """End a request, free its blocks and soon report its free slot. An ended request is ignored."""
+        """End a request, free its blocks, and soon report the free slot. Ignored if the request has already ended."""
         preparing = self._preparing.pop(request_id, None)
         if preparing is not None:
             preparing.cancel()
@@ -141,21 +140,21 @@ class IngressSession:
         self._check_idle()
 
     def _report_soon(self) -> None:
-        """Report soon after an abort, because the ingress attributes the aborted prompt to others until the report."""
+        """Report soon after an abort. Until then, the ingress attributes the request's work to other ingresses."""
         if self._aborted_timer is not None:
             self._aborted_timer.cancel()
-        # The delay lets one frame report a series of aborts, and lets the engine free the slots in its next step.
+        # With this delay, one frame can report a series of aborts, and the engine has freed the slots in its next step.
         aborted_delay_s = 0.05
         self._aborted_timer = asyncio.get_running_loop().call_later(
             aborted_delay_s, lambda: self.flush(even_without_deltas=True)
         )
 
     def _report_prompts(self) -> None:
-        """Soon report how many uncomputed prompt tokens other ingresses have sent.
+        """Report soon how many uncomputed prompt tokens other ingresses have sent.
 
-        The number changes all the time on a replica with many short requests, and an ingress treats a replica that
-        sends too much without deltas as broken (see `FrameReader`). Reports are therefore at least 10 ms apart, and
-        further apart if they name many adapters.
+        On a replica with many short requests, the number changes all the time. An ingress treats a replica as broken if
+        it sends too much data without deltas (see `FrameReader`). Reports are therefore at least 10 ms apart, and more
+        if they list many adapters.
         """
         if self._prompts_timer is None:
             loop, pause_s = asyncio.get_running_loop(), 0.01 * (1 + self._num_adapters / 64)
@@ -167,7 +166,7 @@ class IngressSession:
         self.flush(even_without_deltas=True)
 
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:
-        """Send deltas for the ingress's requests, or merge and store them while the ingress is slow."""
+        """Send deltas for the ingress's requests. While the ingress is slow, they are merged and stored instead."""
         kept = self._deltas
         for delta in deltas:
             kept[delta.request_id] = with_next(kept.get(delta.request_id), delta)
@@ -179,7 +178,7 @@ class IngressSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all requests have ended and their last deltas are sent."""
+        """Whether all requests have ended and their last deltas have been sent."""
         return not (self._open or self._preparing or self._deltas)
 
     def close(self) -> None:
@@ -202,14 +201,14 @@ class IngressSession:
     # ------------------------------------------------------------------ the stream
 
     def flush(self, *, even_without_deltas: bool = False) -> None:
-        """Send the stored deltas if the ingress keeps up. Without deltas, nothing is sent by default."""
+        """Send the stored deltas if the ingress is keeping up. Without deltas, no frame is sent by default."""
         if (self._deltas or even_without_deltas) and self._stream.is_writable:
             self._send_frame()
             if not self._open:
                 self._check_idle()
 
     def show(self, view: EngineSnapshot) -> None:
-        """Send a view with the next step's frame, to save a frame, or at once if the ingress has no request here.
+        """Send a view with the next step's frame, or immediately if the ingress has no requests here.
 
         A slow ingress receives only the newest view.
         """
@@ -220,7 +219,7 @@ class IngressSession:
             self.flush(even_without_deltas=True)
 
     def send_metrics(self, metrics: bytes) -> None:
-        """Send this replica's metrics at once. A slow ingress receives only the newest metrics."""
+        """Send this replica's metrics immediately. A slow ingress receives only the newest metrics."""
         self._metrics = metrics
         self.flush(even_without_deltas=True)
 
@@ -242,7 +241,7 @@ class IngressSession:
         self._stream.send(frame)
 
     def _beat(self) -> None:
-        """Send a heartbeat if no frame was sent for `heartbeat_s`. To save time, frames do not restart the timer."""
+        """Send a heartbeat if no frame was sent for `heartbeat_s`. Frames do not restart the timer, for speed."""
         loop = asyncio.get_running_loop()
         wait_s = self._sent_at + self._heartbeat_s - loop.time()
         if wait_s <= 0:

@@ -12,7 +12,7 @@ from app.fleet.dispatch import PrefixChanges, is_indexed
 
 
 class PrefixFeed:
-    """The cached prefixes of an engine. The engine's thread notes changes, and ingress sessions read them.
+    """The cached prefixes of an engine. The engine's thread records changes, and ingress sessions read them.
 
     The idea comes from the KV events of vLLM and NVIDIA Dynamo.
     """
@@ -20,11 +20,11 @@ class PrefixFeed:
     def __init__(self) -> None:
         self.lock = Lock()
         self.held: Counter[int] = Counter()  # number of prefixes by digest; two prefixes may share a digest
-        self.address: Address | None = None  # the address from which other replicas may fetch the prefixes
+        self.address: Address | None = None  # from which other replicas may fetch the prefixes
         self._readers: set[PrefixReader] = set()
 
     def note(self, prefix: Prefix, is_held: bool) -> None:
-        """Record that a prefix was cached (`is_held`), or that its last block was evicted."""
+        """Record that a prefix was cached, or that its last block was evicted."""
         if not is_indexed(prefix.num_blocks):
             return
         digest = prefix.digest
@@ -52,7 +52,7 @@ class PrefixFeed:
 
 
 class PrefixReader:
-    """The changes that one ingress has not received yet."""
+    """Collects the changes that one ingress has not received yet."""
 
     def __init__(self, feed: PrefixFeed) -> None:
         self._feed = feed
@@ -60,7 +60,7 @@ class PrefixReader:
         self.is_new = True  # whether the next `take` returns all prefixes
 
     def take(self) -> PrefixChanges | None:
-        """Return the changes since the last call, or None. The first call, and one after many changes, return all."""
+        """Return the changes since the last call, or None. Returns all prefixes at first and after many changes."""
         if not (self.changed or self.is_new):
             return None
         with self._feed.lock:

@@ -1,4 +1,4 @@
-"""Records one process's view of a model's replicas: their ids, their states, and the work sent to them."""
+"""One process's view of a model's replicas: their ids, their states, and the work sent to them."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from app.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
 
-MIN_FETCHED_TOKENS = 256  # fewer tokens are not fetched from another replica: a few steps compute them
-SMALL_FLEET = 24  # in a fleet of at most this size, dispatch considers all replicas for each request
-# In a larger fleet, dispatch considers SOME replicas first, and MANY if none of these accepts the request. Both sets
+MIN_FETCHED_TOKENS = 256  # shorter prefixes are not fetched from another replica, because recomputing them is cheap
+SMALL_FLEET = 24  # up to this size of the fleet, dispatch considers all replicas for each request
+# In a larger fleet, dispatch considers SOME replicas first, and MANY if none of these can accept the request. Both sets
 # also include up to NUM_NEAR replicas that cache the request's prefix and NUM_NEAR that have loaded its adapter.
 SOME, MANY, NUM_NEAR = 12, 96, 8
-FULL_LIFE_S = 1.0  # after this time, a large fleet that was full is searched again, because its reports may be outdated
+FULL_LIFE_S = 1.0  # how long a large fleet counts as full before it is searched again
 
 
 @dataclass(slots=True)
 class _Full:
     """Remembers that all replicas were full, so that the next requests need not search a large fleet again."""
 
-    until: float  # the time at which this state expires
+    until: float  # when this record expires
     num_requests: int  # requests on all replicas
     ended_per_s: float
-    with_room: set[str]  # the replicas that have had room since then
+    with_room: set[str]  # replicas that have had room since
 
 
 class ReplicaRegistry:
     """Tracks the replicas that accept requests, and chooses one for each request. One per model and event loop.
 
-    A fleet places its requests here, frame readers pass the replicas' reports, and Serve's router sets the replica ids.
+    The fleet places its requests here, frame readers pass on the replicas' reports, and Serve's router sets the ids.
     """
 
     def __init__(
@@ -68,31 +68,31 @@ class ReplicaRegistry:
         clock: Callable[[], float],
         has_roles: bool = False,
     ) -> None:
-        """`block_size`: tokens per KV block, the unit of shared prefixes. `has_roles`: the groups are roles."""
+        """`block_size` is in tokens. `has_roles` means that the groups are roles (prefill and decode)."""
         self._policy = policy
         self._groups = groups
         self.has_roles = has_roles
         self._clock = clock
-        # The replicas that accept requests, sorted. A leaving replica still finishes its requests, but is not listed.
+        # The replicas that accept requests, sorted. A draining replica is not listed, although it still serves some.
         self.replica_ids: Sequence[str] = ()
         self._members: frozenset[str] = frozenset()  # `replica_ids` as a set
         self._ledger = Ledger()
         self.progress = self._ledger.progress
         self.num_prefill_tokens = self._ledger.num_prefill_tokens
-        self._lengths = OutputLengths(by_median=False)  # the mean, because the work of several requests is added up
+        self._lengths = OutputLengths(by_median=False)  # means, because they are summed over requests
         self._sessions = Sessions()
-        self._calls = Sessions(max_sessions=10_000)  # calls that consist of many requests with a shared prefix
+        self._calls = Sessions(max_sessions=10_000)  # API calls with many requests that share a prefix
         self._block_size = block_size
         self._prefixes = PrefixIndex(block_size=block_size)
         self.addresses = self._prefixes.addresses
-        self._has_kv_memory = False  # by the last report
-        # Maps an adapter's digest to the replicas that have loaded the adapter or were sent a request with it.
+        self._has_kv_memory = False  # according to the last report
+        # Maps each adapter's digest to the replicas that have loaded the adapter or were sent a request with it.
         self._with_adapter: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._retry_times = RetryTimes()
         self._weights = 0  # digest of the weights in the last report
         self._num_of_weights: Counter[int] = Counter()  # number of replicas by digest
-        self._differing: frozenset[str] = frozenset()  # replicas that were logged for their different weights
-        self._unknown_fields: dict[str, frozenset[str]] = {}  # by replica: the request fields that it does not know
+        self._differing: frozenset[str] = frozenset()  # replicas whose different weights have been logged
+        self._unknown_fields: dict[str, frozenset[str]] = {}  # unsupported request fields, by replica
         self.last_decision: Decision | None = None
         self._decisions: dict[str, Decision] = {}  # the last decision for each replica
         self._full: dict[bool, _Full] = {}  # by `is_background` of the requests
@@ -101,9 +101,10 @@ class ReplicaRegistry:
     # ------------------------------------------------------------------ one request
 
     def place(self, request: Request, replica_ids: Sequence[str], *, avoid: Collection[str] = frozenset()) -> Decision:
-        """Choose one of the sorted `replica_ids` for a request, and charge it with the request until `end`.
+        """Choose one of the sorted `replica_ids` for a request, and count the request as its work until `end`.
 
-        Suspects and the replicas to `avoid`, which have just refused or lost the request, are the last resort.
+        Suspect replicas, and those in `avoid` that have just refused or lost the request, are chosen only as a last
+        resort.
 
         Raises:
             InvalidRequest: the request names an unknown group.
@@ -135,7 +136,7 @@ class ReplicaRegistry:
             if considered:
                 break
         if not considered:
-            raise Unavailable("no replica computes with adapters now; try again")
+            raise Unavailable("no replica that supports LoRA adapters is available; try again")
         num_generated, max_tokens = len(request.generated_token_ids), request.sampling.max_tokens
         expected = self._lengths.expected((max_tokens.bit_length(), None), at_most=max_tokens)
         size = RequestSize(
@@ -165,9 +166,10 @@ class ReplicaRegistry:
     ) -> Iterator[Sequence[str]]:
         """Yield the replicas to choose from: all in a small fleet; in a large fleet some, then more, then all.
 
-        The caller asks for the next set if no replica of this set accepts the request. `cached` lists the replicas with
-        the prefix, the longest match first. If all replicas were full a moment ago, the first set holds the replicas
-        with room since then. After this set, only a constrained request may search all; others raise Overloaded.
+        The caller requests the next set if no replica in this set can accept the request. `cached` lists the replicas
+        with the prefix, longest match first. If all replicas were full a moment ago, the first set contains only those
+        that have had room since. If they cannot accept the request either, Overloaded is raised, except for requests
+        that only some replicas can serve: for these, all replicas are searched.
         """
         if len(replica_ids) <= SMALL_FLEET:
             yield replica_ids
@@ -191,20 +193,20 @@ class ReplicaRegistry:
         yield replica_ids
 
     def _role_of(self, request: Request, candidates: Sequence[Candidate]) -> str:
-        """Return the role that runs a request first: PREFILL for a long uncached prompt, otherwise DECODE."""
+        """Return the role that a request starts with: PREFILL for a long uncached prompt, otherwise DECODE."""
         if request.generated_token_ids or request.sampling.prompt_logprobs is not None:
             return DECODE
         num_cached = max((each.num_cached_tokens for each in candidates if each.group == DECODE), default=0)
         return PREFILL if len(request.prompt_token_ids) - num_cached >= MIN_FETCHED_TOKENS else DECODE
 
     def is_split(self, decision: Decision, replica_ids: Collection[str]) -> bool:
-        """Whether a request with this decision moves to another of these replicas after its prefill."""
+        """Whether a request with this decision will move to a decode replica after its prefill."""
         is_prompt = decision.candidates[0].group == PREFILL
         reports = (self._ledger.replica(each).report for each in replica_ids)
         return is_prompt and any(report is not None and report.group == DECODE for report in reports)
 
     def prefix_at(self, decision: Decision) -> PrefixSource | None:
-        """Return the replica from which the chosen one may fetch a prefix; None if no replica caches enough of it."""
+        """Return the replica from which the chosen replica may fetch a prefix, or None if too little is cached."""
         chosen = decision.candidates[0]
         most = max(decision.candidates, key=lambda each: each.num_cached_tokens)
         address = self.addresses.get(most.replica_id)
@@ -213,7 +215,7 @@ class ReplicaRegistry:
         return PrefixSource(Address._make(address), most.num_cached_tokens // self._block_size)
 
     def have_room(self, request: Request, num_generated: int, replica_ids: Collection[str]) -> set[str]:
-        """Return the replicas with a free slot and 1.25 times the KV memory that the rest of the request needs."""
+        """Return the replicas with a free slot and at least 1.25 times the KV memory that the request will need."""
         max_tokens = request.sampling.max_tokens
         expected = self._lengths.expected((max_tokens.bit_length(), None), at_least=num_generated, at_most=max_tokens)
         num_tokens = len(request.prompt_token_ids) + max(num_generated + self._block_size, expected or max_tokens)
@@ -229,10 +231,10 @@ class ReplicaRegistry:
     def _considered(
         self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, request: Request, are_all: bool
     ) -> Sequence[Candidate]:
-        """Return the candidates for the policy: trusted members of the group with room, if there are any.
+        """Return the candidates for the policy, if possible trusted members of the group with room.
 
-        `are_all`: the candidates are all replicas. Otherwise the result is empty if no candidate accepts the request.
-        Raises Overloaded if all replicas are full, or if none has a free slot and the request may not wait.
+        `are_all` means that the candidates are all replicas. Otherwise the result is empty if none can accept the
+        request. Raises Overloaded if all replicas are full, or if none has a free slot and the request may not wait.
         """
         if not are_all:
             there = [each for each in candidates if not each.is_suspect and (not group or each.group == group)]
@@ -240,7 +242,8 @@ class ReplicaRegistry:
                 each for each in there
                 if not (each.is_full or each.replica_id in avoid) and (each.has_slot or not request.no_queue)
             ]  # fmt: skip
-            # The chosen replica may fetch the prefix from a full replica. No policy chooses a full replica.
+            # Full replicas with the prefix are included because the chosen replica may fetch it from them. No policy
+            # prefers a full replica.
             return [*taking, *(each for each in there if each.is_full and each.num_cached_tokens)] if taking else []
         trusted = [each for each in candidates if not each.is_suspect]
         full = [each for each in trusted if each.is_full]
@@ -257,12 +260,12 @@ class ReplicaRegistry:
             return trusted or of_its_group
         with_slot = [each for each in trusted if each.has_slot]
         if not with_slot:
-            problem = f"none of {len(candidates)} replicas has a free slot, and this request may not wait"
+            problem = f"none of {len(candidates)} replicas has a free slot, and this request may not be queued"
             raise self._overloaded(problem, request, ended_per_s=self._ended_per_s)
         return with_slot
 
     def _charge(self, request: Request, size: RequestSize, chosen: Candidate) -> None:
-        """Charge a replica before the request is sent, so that the next placement already counts this request."""
+        """Count the request as its replica's work before it is sent, so that the next placement considers it."""
         self._ledger.place(
             request.request_id,
             chosen.replica_id,
@@ -280,27 +283,27 @@ class ReplicaRegistry:
     def _of_call(self, call: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the replica that has computed a call's shared prefix, or all candidates if that replica is full.
 
-        The replica's load is ignored, because any other replica would have to compute the prefix again.
+        The load is ignored, because any other replica would have to recompute the prefix.
         """
         replica_id = self._calls.replica_of(call)
         return [each for each in candidates if each.replica_id == replica_id and not each.is_full] or candidates
 
     def _adapts(self, replica_id: str) -> bool:
-        """Whether a replica may receive requests with adapters. A version without adapters would ignore the adapter."""
+        """Whether a replica supports adapters. Replicas of a version that does not would ignore a request's adapter."""
         report = self._ledger.replica(replica_id).report
         return report is None or report.adapters is not None
 
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
-        """Release a request's charge. `num_generated`: the length of its output if a stop or the limit ended it."""
+        """Stop counting a request. `num_generated` is the length of its output if the output was completed."""
         replica_id = self._ledger.end(request_id)
         if self._full and replica_id in self._members:
             self._note_room(replica_id)
         self._prefixes.end(request_id)
         if num_generated is not None:
-            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits and for all
+            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits and overall
 
     def _note_room(self, replica_id: str) -> None:
-        """Record a replica that may have room again after all replicas were full."""
+        """Record that a replica may have room again, after all replicas were full."""
         for is_background, full in list(self._full.items()):
             [candidate] = self._ledger.candidates([replica_id], now=self._clock(), is_background=is_background)
             if not (candidate.is_full or candidate.is_suspect):
@@ -316,7 +319,7 @@ class ReplicaRegistry:
         return sum(report.ended_per_s for report in self.reports.values())
 
     def _overloaded(self, problem: str, request: Request, *, ended_per_s: float) -> Overloaded:
-        """Return the error for a request that no replica can accept, with the time after which to try again."""
+        """Return the error for a request that no replica can accept. It carries the time to wait before a retry."""
         return Overloaded(
             f"{problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(
@@ -330,7 +333,7 @@ class ReplicaRegistry:
     # ------------------------------------------------------------------ the replicas
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
-        """Set the replicas that accept requests from now on. The load of all other replicas is forgotten."""
+        """Set the replicas that accept requests from now on. Removes the records of all other replicas."""
         self.replica_ids, self._members = tuple(sorted(replica_ids)), frozenset(replica_ids)
         self._ledger.keep_only(self._members)
         self._full.clear()
@@ -346,10 +349,10 @@ class ReplicaRegistry:
         self.on_replicas(self.replica_ids)
 
     def note(self, replica_id: str, report: ReplicaReport, prefixes: PrefixChanges | None = None) -> None:
-        """Record a replica's report and trust the replica again. `prefixes`: the changes to its cached prefixes."""
-        if replica_id not in self._members:
+        """Record a report and the changes to the replica's cached prefixes. The replica is no longer suspect."""
+        if replica_id not in self._members:  # the replica is draining
             self._ledger.replica(replica_id).is_suspect = False
-            return  # the replica is leaving
+            return
         if prefixes is not None:
             self._prefixes.note(replica_id, prefixes)
         self._has_kv_memory = report.num_kv_tokens > 0
@@ -375,26 +378,26 @@ class ReplicaRegistry:
                 del self._with_adapter[digest]
 
     def note_fields(self, replica_id: str, known: Collection[str]) -> None:
-        """Record the request fields that a replica knows. `known` is empty for a version that does not report them."""
+        """Record the request fields that a replica supports. `known` is empty if its version does not report them."""
         unknown = REQUEST_FIELDS.difference(known or FIRST_REQUEST_FIELDS, DISPATCH_FIELDS)
         self._unknown_fields.pop(replica_id, None)
         if unknown:
             self._unknown_fields[replica_id] = unknown
 
     def unknown_field(self, replica_id: str, request: Request) -> str | None:
-        """Return a field of the request that a replica does not know; None if the replica knows all fields."""
+        """Return a field of the request that a replica does not support, or None if it supports all of them."""
         unknown = self._unknown_fields.get(replica_id)
         if unknown is None:  # the usual case: the request's fields need not be checked
             return None
         return next((name for name in used_fields(request) if name in unknown), None)
 
     def takes_requests(self, replica_id: str) -> bool:
-        """Whether a replica is one of `replica_ids`."""
+        """Whether a replica accepts new requests."""
         return replica_id in self._members
 
     @property
     def some_lack_fields(self) -> bool:
-        """Whether any replica does not know all request fields."""
+        """Whether any replica does not support all request fields."""
         return bool(self._unknown_fields)
 
     def some_differ_from(self, weights: int) -> bool:
@@ -402,7 +405,7 @@ class ReplicaRegistry:
         return sum(self._num_of_weights.values()) > self._num_of_weights[0] + self._num_of_weights[weights]
 
     def has_weights(self, replica_id: str, weights: int) -> bool:
-        """Whether a replica can resume a request that ran with these weights. True if its weights are unknown (0)."""
+        """Whether a replica can resume a request that ran with these weights. True if the replica's are unknown (0)."""
         report = self._ledger.replica(replica_id).report
         return report is None or report.weights in (0, weights)
 
@@ -420,8 +423,8 @@ class ReplicaRegistry:
         if self._weights and weights and replica_id not in self._differing:
             self._differing = self._differing.intersection(self.replica_ids) | {replica_id}
             logger.warning(
-                "replica %s has other weights (%08x) than the replica before it (%08x), so answers differ; unless an "
-                "update is running, set engine.model.revision to a commit, or copy the same files to every machine",
+                "replica %s has loaded weights %08x, but the previous one loaded %08x, so their answers differ; unless "
+                "an update is running, set engine.model.revision to a commit, or copy the same files to every machine",
                 replica_id, weights, self._weights,
             )  # fmt: skip
         self._weights = weights or self._weights
@@ -436,24 +439,23 @@ class ReplicaRegistry:
 
     @property
     def reports(self) -> dict[str, ReplicaReport]:
-        """The last report of each replica that accepts requests. Replicas without a report are left out."""
+        """The last report of each replica that accepts requests. Replicas that have not reported are omitted."""
         reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self.replica_ids}
         return {replica_id: report for replica_id, report in reports.items() if report is not None}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return a readable description of each replica that accepts requests now."""
+        """Return a readable description of each replica that accepts requests."""
         candidates = self._ledger.candidates(self.replica_ids, now=self._clock())
         return [self._described(each, self._ledger.replica(each.replica_id).report) for each in candidates]
 
     def _described(self, candidate: Candidate, report: ReplicaReport | None) -> dict[str, Any]:
-        """Describe one replica. `report` is None if the replica has not reported yet."""
         decision = self._decisions.get(candidate.replica_id)
         return {
             "replica": candidate.replica_id,
             "group": candidate.group,
             "is_suspect": self.is_suspect(candidate.replica_id),
             "is_full": candidate.is_full,
-            "requests": candidate.num_requests,  # from this ingress, and from the others by the last report
+            "requests": candidate.num_requests,  # from this ingress, plus other ingresses' from the last report
             "background": report and report.num_background,
             "max_requests": report and report.max_requests,
             "max_running": report and report.max_running,

@@ -1,20 +1,20 @@
-"""Counts the prompt tokens that a replica still has to compute, so that each ingress knows the load of the others."""
+"""Counts a replica's uncomputed prompt tokens, so that each ingress knows the load from the other ingresses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# A change of at least this size is reported at once, because another ingress may be choosing a replica now. The next
-# frame reports smaller changes. In a simulation of 100 replicas at 80% load, 22% of the requests cause a change of this
-# size (docs/results/service.md).
+# A change of at least this size is reported immediately, because another ingress may be choosing a replica now. Smaller
+# changes are reported in the next frame. In a simulation of 100 replicas at 80% load, 22% of the requests cause a
+# change of this size (docs/results/service.md).
 MIN_NEWS_TOKENS = 256
 
 
 class UncomputedPrompts:
     """The uncomputed prompt tokens of one replica, for all ingresses. Used in one event loop only.
 
-    Each request carries its ingress's estimate of the prompt tokens that the replica has not cached and must compute.
-    These tokens count until the request's first token is generated.
+    With each request, an ingress sends its estimate of the prompt tokens that the replica has not cached and must
+    compute. These tokens count until the request's first token is generated.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class UncomputedPrompts:
         self.shares: dict[PromptShare, None] = {}  # in the order in which they were opened
 
     def open(self, on_news: Callable[[], object]) -> PromptShare:
-        """Return the share of a new ingress. A large change in the other ingresses' tokens calls `on_news`."""
+        """Return a share for a new ingress. `on_news` is called after a large change in other ingresses' tokens."""
         share = PromptShare(self, on_news)
         self.shares[share] = None
         return share
@@ -44,7 +44,7 @@ class PromptShare:
         return self._prompts.num_tokens - self._num_tokens
 
     def take(self) -> int:
-        """Return `num_of_others` and remember it as the number that was reported to the ingress."""
+        """Return `num_of_others`, and remember it as the number last reported to the ingress."""
         self._reported = self.num_of_others
         return self._reported
 
@@ -54,7 +54,7 @@ class PromptShare:
         self._change(num_tokens)
 
     def end(self, request_id: str) -> None:
-        """Stop counting a prompt, at its request's first token or end. Unknown requests are ignored."""
+        """Stop counting a prompt when its request generates a token or ends. Unknown requests are ignored."""
         num_tokens = self._tokens.pop(request_id, 0)
         if num_tokens:
             self._change(-num_tokens)

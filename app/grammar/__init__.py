@@ -1,1 +1,1 @@
-"""Grammars for structured output. llguidance compiles them and matches them token by token. No torch here."""
+"""Grammars for structured output. llguidance compiles them and matches them token by token. Does not import torch."""

@@ -1,4 +1,4 @@
-"""The queue of requests whose grammars are to be compiled. Tenants take turns and share the queue's slots."""
+"""The queue of requests whose grammars must be compiled. Tenants take turns, and share the queue's slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.fair import FairQueue
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class WaitingRequest:
-    """A request with the future of its matcher."""
+    """A request and the future for its matcher."""
 
     request: Request
     grammar: Grammar
@@ -20,9 +20,9 @@ class WaitingRequest:
 
 
 class CompileQueue:
-    """A queue in which tenants take turns, with one limit for all of them. Not thread-safe, so use it under a lock.
+    """A queue in which tenants take turns, with one limit for all tenants. Not thread-safe: must be used with a lock.
 
-    Only one grammar of each tenant is compiled at a time, so that no tenant occupies all threads.
+    Only one grammar per tenant is compiled at a time, so that no tenant occupies all threads.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -35,12 +35,13 @@ class CompileQueue:
         return self._num_compiling + len(self._queue)
 
     def num_of(self, tenant: str) -> int:
-        """Return the number of a tenant's requests, including the one that is being compiled."""
+        """Return the number of a tenant's requests, including one that is being compiled."""
         return self._queue.num_waiting(tenant) + self._queue.num_running(tenant)
 
     def add(self, new: WaitingRequest) -> WaitingRequest | None:
-        """Add a request. If no slot is free, the tenant with the most requests loses its newest one to a tenant with
-        fewer; if there is no such tenant, the new request is refused. Returns the request that has no slot, or None.
+        """Add a request. Returns the request that is refused because no slot is free, or None.
+
+        If another tenant has more requests than the new request's tenant would have, its newest request is refused.
         """
         tenant, refused = new.request.tenant, None
         if len(self) >= self._max_requests:
@@ -53,12 +54,12 @@ class CompileQueue:
         return refused
 
     def discard(self, left: WaitingRequest) -> None:
-        """Remove a waiting request. Does nothing if it no longer waits."""
+        """Remove a waiting request. Does nothing if the request is no longer waiting."""
         if left in self._queue.lines.get(left.request.tenant, ()):
             self._queue.remove(left.request.tenant, left)
 
     def take(self) -> WaitingRequest | None:
-        """Return the next request to compile, or None if no tenant has a turn. Call `end` after its compilation."""
+        """Return the next request to compile, or None if no tenant has a turn. Call `end` after compiling it."""
         taken = self._queue.take()
         if taken is None:
             return None
@@ -66,7 +67,7 @@ class CompileQueue:
         return taken[1]
 
     def end(self, taken: WaitingRequest) -> None:
-        """Record that the compilation for a request has ended, so that its tenant may have another turn."""
+        """Record that a request's compilation has ended. Its tenant may then have another turn."""
         self._num_compiling -= 1
         self._queue.end(taken.request.tenant)
 

@@ -1,6 +1,6 @@
-"""Converts a caller's grammar to one for llguidance, and tests the result under limits.
+"""Converts a caller's grammar to a grammar for llguidance, and tests the result within limits.
 
-A separate process (`sandbox_worker.py`) runs this code first, so only tested results reach the engine's process.
+A separate process (`sandbox_worker.py`) runs this code first, so that only tested results reach the engine's process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from app.grammar.gbnf import is_gbnf, plain_gbnf
 from app.grammar.schemas import Drops, ErrorOf, SchemaReducer, exact, shown
 from app.grammar.tags import larks_of_tags
 
-# Without this option, llguidance would need the tokenizer to encode fixed texts, and the tokenizer is not loaded here.
+# Without this option, llguidance would encode fixed texts with the tokenizer, which is not loaded here.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# Limits for the search for one step's allowed tokens, equal to a few milliseconds. Most searches take microseconds.
+# Limits for finding one step's allowed tokens, equal to a few milliseconds. This usually takes microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 
 
 class Unusable(Exception):
-    """A grammar cannot be compiled, no text matches it, or matching takes too long. The message states the reason."""
+    """Raised if a grammar cannot be compiled, no text matches it, or matching takes too long. Its message says why."""
 
 
 CUT_MARK = "..."
@@ -36,10 +36,10 @@ CUT_MARK = "..."
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A tested grammar in Lark, the language of matchers. A grammar of tags consists of one Lark grammar per tag."""
+    """A tested grammar in the Lark language. A grammar of tags consists of one Lark grammar per tag."""
 
     larks: list[str]
-    dropped: list[str]  # paths of schema keywords that the grammar ignores; CUT_MARK ends a shortened list
+    dropped: list[str]  # paths of schema keywords that the grammar ignores; a shortened list ends with CUT_MARK
 
 
 def compiled(
@@ -47,8 +47,8 @@ def compiled(
 ) -> Compiled:
     """Compile a grammar and check that some text matches it. `special` maps the texts of special tokens to their ids.
 
-    A schema is first compiled with all keywords that `exact` keeps. If that fails, a lenient schema is compiled without
-    the keywords that the compiler does not support. Raises Unusable; for a strict schema, it names the bad keyword.
+    A schema is first compiled with all keywords that `exact` keeps. If this fails, a lenient schema is compiled without
+    the keywords that the compiler does not support. Raises Unusable, which names a strict schema's unsupported keyword.
     """
     if kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.TAGS):
         return Compiled(_tried(tokenizer, larks_of(kind, text, special=special)), [])
@@ -81,7 +81,7 @@ def _cut(places: list[str]) -> list[str]:
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
-    """Apply `keep` to each schema and return the paths of dropped keywords. Raises Unusable if a strict one has any."""
+    """Apply `keep` to each schema. Returns the dropped keywords' paths. Raises Unusable if a strict schema has any."""
     dropped: list[str] = []
     for form in forms["schemas"]:
         form["schema"], drops = keep(form["schema"])
@@ -93,7 +93,7 @@ def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str
     return dropped
 
 
-# Matches the position of an error in the generated Lark text, which is useless to clients.
+# Matches an error's position in the generated Lark text, which is useless to clients.
 _IN_OUR_TEXT = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
@@ -115,7 +115,7 @@ def _tried(tokenizer: LLTokenizer, larks: list[str]) -> list[str]:
 
 
 def larks_of(kind: GrammarKind, text: str, *, special: Mapping[str, int]) -> list[str]:
-    """Convert a grammar other than a schema to Lark. A grammar of tags becomes one Lark grammar per tag.
+    """Convert a grammar (except for a schema) to Lark. A grammar of tags becomes one Lark grammar per tag.
 
     `special` maps the texts of the model's special tokens to their ids. Raises Unusable.
     """
@@ -134,7 +134,7 @@ def _lark_of(kind: GrammarKind, text: str) -> str:
         case GrammarKind.GRAMMAR:
             return _lark(text) + _OPTIONS
         case GrammarKind.JSON_SCHEMA | GrammarKind.TAGS | GrammarKind.TEXT:
-            raise AssertionError("`compiled` and `larks_of` handle schemas and tags, and any text has no grammar")
+            raise AssertionError("schemas and tags are handled by the callers, and free text has no grammar")
 
 
 def _lark_of_rule(rule: str) -> str:
@@ -142,8 +142,8 @@ def _lark_of_rule(rule: str) -> str:
 
 
 def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:
-    # Between the tokens of a JSON document, allow nothing, one space, or a new line with indentation. A wider pattern
-    # would let a model write white space without end.
+    # Between the tokens of a JSON document, nothing, one space, or a newline with indentation is allowed. With a less
+    # restrictive pattern, a model might generate white space forever.
     white_space = r"( ?|\n[ \t]{0,40})"
     return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': white_space, 'lenient': is_lenient}})}"
 
@@ -153,7 +153,7 @@ def _schema_rule(form: dict[str, Any]) -> str:
 
 
 def _lark_rule(form: dict[str, Any]) -> str:
-    """Return the rule for a nested Lark grammar. Raises Unusable with the grammar's name and the error's position."""
+    """Return the rule for a nested Lark grammar. Raises Unusable, with the grammar's name and the error's position."""
     lark = form["lark"]
     try:
         new_matcher(LLTokenizer("byte"), _without_options(lark))
@@ -164,7 +164,7 @@ def _lark_rule(form: dict[str, Any]) -> str:
 
 def _without_options(lark: str) -> str:
     if "%llguidance" in lark:
-        raise Unusable("%llguidance is not accepted; leave it out")
+        raise Unusable("%llguidance is not allowed; remove it")
     return lark
 
 
@@ -172,9 +172,9 @@ def _schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unusable(f"it is not JSON: {error}") from error
+        raise Unusable(f"it is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise Unusable("it should be a JSON object")
+        raise Unusable("it must be a JSON object")
     return schema
 
 
@@ -190,7 +190,7 @@ def _lark(text: str) -> str:
 
 
 def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """Compile a grammar and return a matcher for it. Releases the interpreter lock meanwhile. Raises Unusable."""
+    """Compile a grammar and return a matcher. Releases the interpreter lock in the meantime. Raises Unusable."""
     limits = LLParserLimits(
         step_lexer_fuel=_STEP_FUEL, step_max_items=_STEP_ITEMS, max_lexer_states=_MAX_STATES, verbose_errors=False
     )
@@ -201,7 +201,7 @@ def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def walk(matcher: LLMatcher) -> None:
-    """Generate some random tokens by a grammar. Raises Unusable if no token is allowed or the walk takes too long."""
+    """Generate some random tokens with a grammar. Raises Unusable if no token is allowed or this takes too long."""
     draw, began_at = 1, time.thread_time()
     for _ in range(128):
         allowed = matcher.compute_bitmask()
@@ -216,11 +216,11 @@ def walk(matcher: LLMatcher) -> None:
         matcher.consume_token(token_id)
     max_walk_s = 0.25
     if time.thread_time() - began_at > max_walk_s:
-        raise Unusable("matching takes too long; make it simpler")
+        raise Unusable("matching takes too long; simplify it")
 
 
 def _one_of(allowed: bytes, draw: int) -> int | None:
-    """Return the first allowed token from a drawn position on, wrapping around at the end; None if none is allowed."""
+    """Return the first allowed token after a drawn position (wrapping around at the end), or None if there is none."""
     size = len(allowed)
     start = draw % size
     for index in chain(range(start, size), range(start)):
@@ -230,7 +230,7 @@ def _one_of(allowed: bytes, draw: int) -> int | None:
 
 
 def reason_of(message: str) -> str:
-    """Shorten llguidance's error message for a response: keep its first line and the line that names the error."""
+    """Shorten an error message of llguidance for a response, to its first line and the line that names the error."""
     if "NoExtension" in message:
         return "no text matches it"
     first, *others = message.strip().splitlines() or [""]

@@ -1,6 +1,6 @@
-"""Free text between triggers: detects a complete trigger, and bans tokens that continue past a trigger's end.
+"""Free text between triggers. Detects complete triggers, and bans tokens that continue past the end of a trigger.
 
-All code here works on bytes, so that free text is as unrestricted as without a grammar: even invalid UTF-8 is allowed.
+This module works with bytes, so that free text is as unrestricted as without a grammar: even invalid UTF-8 is allowed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from app.grammar.vocabulary import Vocabulary
 class FreeTextState(NamedTuple):
     """The state after some text: how much of each trigger has been matched."""
 
-    tail: bytes  # the longest end of the text that is a prefix of a trigger
-    openings: tuple[tuple[int, int], ...]  # (number, matched length) of each opening that the whole text still matches
+    tail: bytes  # the longest suffix of the text that is a prefix of a trigger
+    openings: tuple[tuple[int, int], ...]  # (number, matched length) of each opening that matches the whole text so far
 
 
 class TokenTable:
-    """A vocabulary with indexes for searches by text."""
+    """A vocabulary that is indexed for searches by text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special = vocabulary.special_texts
         hidden = set(vocabulary.special_token_ids)
-        # Special tokens have no text here: where they are hidden, the texts before and after them are adjacent.
+        # Special tokens have no text here, because they may be hidden, so that the text around them is contiguous.
         self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
         self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
         self._joined = b"".join(self.texts)
@@ -42,11 +42,11 @@ class TokenTable:
 
     @cached_property
     def blanks(self) -> bytes:
-        """A bit mask of the tokens that consist of white space."""
+        """Bit mask of the tokens that consist of white space."""
         return with_tokens(bytes(len(self.all)), [at for at, text in enumerate(self.texts) if text.isspace()])
 
     def beginning(self, text: bytes) -> list[int]:
-        """Return the tokens that are the text or a prefix of it, longest first."""
+        """Return the tokens that are equal to the text or a prefix of the text, longest first."""
         found = [self.special[text.decode()]] if text.decode(errors="replace") in self.special else []
         for length in range(len(text), 0, -1):
             at = bisect_left(self._sorted, text[:length])
@@ -56,16 +56,16 @@ class TokenTable:
         return found
 
     def longer_than(self, beginning: bytes) -> Iterator[int]:
-        """Yield the tokens that start with this text and continue after it."""
+        """Yield the tokens that start with a text and are longer."""
         at = bisect_right(self._sorted, beginning)
         while at < len(self._sorted) and self._sorted[at].startswith(beginning):
             yield self._by_text[at]
             at += 1
 
     def containing(self, part: bytes) -> array[int]:
-        """Return the tokens that contain this text and continue after it."""
-        # Search the joined texts once, because a loop over 128,000 texts would block all other Python threads. The
-        # results for single bytes are cached, because they occur in most tokens.
+        """Return the tokens that contain a text and continue after it."""
+        # The joined texts are searched once, because a loop over 128,000 texts would block all other Python threads.
+        # The results for single bytes are cached, because these occur in many tokens.
         found = self._of_one_byte.get(part)
         if found is None:
             found = array("i", self._search(part))
@@ -86,14 +86,14 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The text that starts a piece. An opening matches only at the start of the output, which may add white space."""
+    """The text that starts a piece. An opening only matches at the start of the output, even with added white space."""
 
     text: bytes
     is_opening: bool
 
 
 class FreeText:
-    """Computes which tokens are allowed at each place in a free text, and the place after each token."""
+    """Computes the allowed tokens at each place in a free text, and the place after each token."""
 
     def __init__(self, table: TokenTable, triggers: Sequence[Trigger]) -> None:
         self._table = table
@@ -102,18 +102,18 @@ class FreeText:
         self._by_token = {
             table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
         }
-        # These tokens contain a trigger and continue past its end, so they are banned at every place.
+        # Tokens that contain a trigger and continue past its end are banned at every place.
         whole = {token_id for _, text in self._triggers for token_id in table.containing(text)}
         self._middle = without_tokens(table.all, whole)
         self._names = {number: table.containing(each.last_word) for number, each in self._openings.items()}
-        self._allowed: OrderedDict[FreeTextState, bytes] = OrderedDict()  # the oldest first
+        self._allowed: OrderedDict[FreeTextState, bytes] = OrderedDict()  # oldest first
         self.beginning = FreeTextState(b"", tuple((number, 0) for number in self._openings))
         self.middle = FreeTextState(b"", ())  # after a piece
 
     def allowed(self, place: FreeTextState) -> bytes:
         """Return a bit mask of all tokens, except those that continue past a trigger's end into its content."""
         allowed = self._allowed.get(place)
-        max_places = 16  # places cached per grammar; one trigger causes about a dozen
+        max_places = 16  # cached places per grammar; one trigger has about a dozen
         if allowed is None:
             allowed = self._allowed[place] = without_tokens(self._middle, self._writing_past(place))
             if len(self._allowed) > max_places:
@@ -152,7 +152,7 @@ class FreeText:
         return longest
 
     def _writing_past(self, place: FreeTextState) -> set[int]:
-        """Return the tokens that complete a trigger that has begun and continue past its end."""
+        """Return the tokens that complete a partially matched trigger and continue past its end."""
         table, tail = self._table, place.tail
         found: set[int] = set()
         for _, trigger in self._triggers:
@@ -168,13 +168,13 @@ class FreeText:
 
 
 class _Opening:
-    """An opening's text, which the output may match with additional white space outside of quotes."""
+    """An opening's text. The output may contain additional white space outside quotes."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
         quotes = [text[:position].count(b'"') for position in range(len(text))]
         self._may_be_blank = [count % 2 == 0 for count in quotes]
-        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # including the quote after it
+        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # including the closing quote
 
     def advance(self, position: int, text: bytes) -> int | None:
         """Return the matched length after more text, or None if it does not match or continues past the opening."""

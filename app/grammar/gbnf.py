@@ -1,4 +1,4 @@
-"""Rewrites llama.cpp's grammars (GBNF) to the subset that the Lark converter interprets as llama.cpp does."""
+"""Rewrites llama.cpp grammars (GBNF) to the subset that the Lark converter interprets in the same way as llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F
 _RULE = re.compile(r"([\w-]+)[ \t]*::=")
 _ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"
-# In a character class, the compiler reads two of these characters in a row as an operator.
+# In a character class, the compiler interprets any of these characters as an operator if it is written twice in a row.
 _OPERATORS = "&-~"
 
 
 def is_gbnf(text: str) -> bool:
-    """Return whether a text contains the rule `root ::=`, which GBNF requires and Lark does not allow."""
+    """Return whether a text contains a rule `root ::=`, which GBNF requires and Lark does not allow."""
     return _ROOT.search(text) is not None
 
 
 def plain_gbnf(text: str) -> str:
-    """Rewrite a grammar without the syntax that the converter and llama.cpp interpret differently.
+    """Rewrite a grammar without syntax that the converter and llama.cpp interpret differently.
 
-    Numeric escapes become the character itself. A dot matches any character, including a line feed, and two operators
-    in a class match two characters. Rules are renamed, so that their names differ in more than capitals and dashes.
-    Raises ValueError for an escape that is not a character.
+    Numeric escapes are replaced with characters. A dot matches any character, including a newline, and two operators in
+    a class match two characters. Rules are renamed so that their names differ not only in case and dashes. Raises
+    ValueError for an escape that is not a character.
     """
     parts = _PARTS.findall(text)
     without_comments = "".join(part if part[0] not in '#"[{' else " " for part in parts)
@@ -47,13 +47,13 @@ def _plain_part(part: str, rules: dict[str, str]) -> str:
 
 
 def _plain_text(written: str) -> str:
-    """Rewrite a quoted text. Removes the escapes of brackets, which Lark does not allow."""
+    """Rewrite a quoted text. Unescapes brackets, because Lark does not allow these escapes."""
     characters = (_plain_character(found) for found in _CHARACTER.finditer(written))
     return "".join(each[1] if each in (r"\[", r"\]") else each for each in characters)
 
 
 def _plain_class(written: str) -> str:
-    """Rewrite a character class. The second of two equal operators in a row becomes a numeric escape."""
+    """Rewrite a character class. The second of two consecutive equal operators becomes a numeric escape."""
     plain = ""
     for found in _CHARACTER.finditer(written):
         character = _plain_character(found)
@@ -69,5 +69,5 @@ def _plain_character(found: re.Match[str]) -> str:
         return str(escape or character)
     code = int(number, 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise ValueError(f"{found[0]} is no character")
+        raise ValueError(f"{found[0]} is not a character")
     return f"\\x{code:02x}" if code < 0x80 else chr(code)

@@ -1,4 +1,4 @@
-"""Compiles one model's grammars in threads beside the engine, and caches them."""
+"""Compiles a model's grammars in separate threads of the engine's process, and caches them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
-# Matching makes a compiled grammar's internal cache grow by up to 80 MB per second of CPU time, and never shrink. So a
-# grammar is compiled again after MAX_MATCHING_S, and those with the most time are dropped if all exceed MAX_CACHED_S.
+MAX_CACHED_CHARACTERS = 2_000_000  # a compiled schema may use a hundred times the memory of its text
+# Matching makes a compiled grammar's internal cache grow by up to 80 MB per second of CPU time. A grammar is therefore
+# recompiled after MAX_MATCHING_S, and those with the most time are dropped if their sum exceeds MAX_CACHED_S.
 MAX_MATCHING_S = 1.0
 MAX_CACHED_S = 5.0
-# Two grammars are compiled at once, so that one tenant's expensive grammars do not delay another tenant.
+# Two grammars are compiled concurrently, so that one tenant's expensive grammars do not delay another tenant.
 _NUM_THREADS = 2
 
-Key = bytes  # a digest, because the texts of refused grammars would occupy hundreds of megabytes
+Key = bytes  # a digest, because the texts of refused grammars could use hundreds of megabytes
 
-Begin = Callable[[LLMatcher], GrammarMatcher]  # makes a request's matcher from a copy of the compiled one
-Begun = GrammarMatcher | TaggedMatcher | None  # None: any text is allowed
+Begin = Callable[[LLMatcher], GrammarMatcher]  # creates a request's matcher from a copy of the compiled matcher
+Begun = GrammarMatcher | TaggedMatcher | None  # None if any text is allowed
 
 
 @dataclass(slots=True)
@@ -59,14 +59,14 @@ class _Compiled:
 class CompileLimits:
     """Limits on the cost of compiling. Not settings, because they protect the replica and higher values do not help."""
 
-    timeout_s: float = 2.0  # CPU time for one grammar; the tenant's other requests wait for it
-    memory_bytes: int = 1_024_000_000  # memory for one grammar in the sandbox, whose process holds no model
-    max_waiting: int = 256  # waiting and compiling requests of all tenants; one call may add 128 with one grammar
+    timeout_s: float = 2.0  # CPU time for one grammar, during which the tenant's other requests wait
+    memory_bytes: int = 1_024_000_000  # memory for one grammar in the sandbox, whose process has not loaded the model
+    max_waiting: int = 256  # waiting and compiling requests of all tenants; a single call may add 128
     max_cached: int = 256  # number of cached grammars; `MAX_CACHED_CHARACTERS` limits their memory
 
 
 class _Tools:
-    """The vocabulary, the tokenizer and the sandboxes that the compiling threads use."""
+    """The vocabulary, tokenizer and sandboxes that the compiling threads use."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self.vocabulary = vocabulary
@@ -84,7 +84,7 @@ class _Tools:
 
     @contextmanager
     def sandbox(self) -> Iterator[Sandbox]:
-        """Reserve a sandbox for a `with` block: the last one used, because its process is already running."""
+        """Reserve a sandbox for a `with` block. Prefers the last one used, because its process is already running."""
         sandbox = self._idle.pop()
         try:
             yield sandbox
@@ -93,7 +93,7 @@ class _Tools:
 
 
 class Grammars:
-    """Compiles grammars in two threads, one grammar of each tenant at a time. Cached grammars need not wait."""
+    """Compiles grammars in two threads, at most one grammar per tenant at a time. Cached grammars do not wait."""
 
     def __init__(
         self,
@@ -104,24 +104,24 @@ class Grammars:
         """`read_vocabulary` is called once, by `prepare` or for the first grammar. It may raise InvalidSetup."""
         self._limits = limits
         self._read_vocabulary = read_vocabulary
-        self._tools: _Tools | None = None  # made once
+        self._tools: _Tools | None = None  # see `_tools_made_once`
         self._is_unreadable = False
         self._making_tools = threading.Lock()
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first; guarded by _lock
         self._num_characters = 0  # total length of the texts of `_compiled`
-        self._refused: OrderedDict[Key, str] = OrderedDict()  # the reasons for refusals, oldest first
+        self._refused: OrderedDict[Key, str] = OrderedDict()  # reasons for refusals, oldest first
         self._queue = CompileQueue(limits.max_waiting)  # guarded by _lock
         self._lock = threading.Lock()
         self._is_closed = False
-        begin = lower_priority if sys.platform == "linux" else None  # only Linux has priorities for single threads
+        begin = lower_priority if sys.platform == "linux" else None  # only Linux supports priorities for single threads
         self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=begin)
         self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=begin)
 
     def prepare(self) -> None:
-        """Start to read the vocabulary in a thread with normal priority, and return at once.
+        """Start reading the vocabulary in a thread with normal priority, and return immediately.
 
-        Otherwise the first grammar would have to wait for a process that needs a second of CPU time, which takes long
-        on busy cores, and `Vocabulary.for_matching` would block the engine's thread while requests run.
+        Otherwise, the first grammar would have to wait for a process that needs a second of CPU time, which takes long
+        on busy cores, and `Vocabulary.for_matching` would block the engine's thread while requests are running.
         """
         threading.Thread(target=self._tools_made_once, name="vocabulary", daemon=True).start()
 
@@ -146,7 +146,7 @@ class Grammars:
         return _done(self._begin(known, request, key))
 
     def close(self) -> None:
-        """Stop all threads and sandboxes. Waiting requests fail with EngineStopped. Safe to call twice."""
+        """Stop all threads and sandboxes. Waiting requests fail with EngineStopped. May be called twice."""
         with self._lock:
             self._is_closed = True
             left = self._queue.clear()
@@ -165,16 +165,16 @@ class Grammars:
     # ------------------------------------------------------------------ the queue
 
     def _queued(self, new: WaitingRequest) -> Future[Matcher | None]:
-        """Add a request to the queue and return the future of its matcher. Raises RuntimeError after `close`."""
+        """Add a request to the queue, and return the future for its matcher. Raises RuntimeError after `close`."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("closed")
             refused = self._queue.add(new)
             num_waiting = len(self._queue)
-        waits = weakref.ref(new)  # a future keeps its callbacks, so it would keep itself with `new`
-        new.matcher.add_done_callback(lambda _: self._discard(waits()))  # runs also after a cancellation
+        waits = weakref.ref(new)  # avoids a reference cycle: `new` refers to the future, and the future to its callback
+        new.matcher.add_done_callback(lambda _: self._discard(waits()))  # also called after a cancellation
         if refused is not None:
-            too_many = f"{num_waiting:,} requests wait for their grammars to be compiled; try again shortly"
+            too_many = f"{num_waiting:,} requests are waiting for their grammars to be compiled; try again shortly"
             _fail(refused.matcher, Overloaded(too_many, retry_after_s=self._limits.timeout_s))
         if refused is not new:
             self._compiling.submit(self._compile_waiting)
@@ -186,7 +186,7 @@ class Grammars:
                 self._queue.discard(left)
 
     def _compile_waiting(self) -> None:
-        """Compile until no tenant has a turn. The thread that ends a tenant's turn also serves its next turn."""
+        """Compile until no tenant has a turn. The thread that ends a tenant's turn also handles its next turn."""
         while True:
             with self._lock:
                 waiting = self._queue.take()
@@ -198,7 +198,7 @@ class Grammars:
             finally:
                 with self._lock:
                     self._queue.end(waiting)
-                del waiting  # breaks a reference cycle: an error's traceback holds this frame, and the future the error
+                del waiting  # avoids a reference cycle of this frame, the future, its error and the error's traceback
 
     # ------------------------------------------------------------------ the caches, under the lock
 
@@ -214,7 +214,7 @@ class Grammars:
         return found
 
     def _forget_the_largest(self) -> None:
-        """Drop the grammars with the most matching time while the total exceeds MAX_CACHED_S."""
+        """Drop the grammars with the most matching time until the total is at most MAX_CACHED_S."""
         while sum(each.matched.seconds for each in self._compiled.values()) > MAX_CACHED_S:
             self._forget(max(self._compiled, key=lambda key: self._compiled[key].matched.seconds))
 
@@ -234,7 +234,7 @@ class Grammars:
     def _compile(self, request: Request, grammar: Grammar) -> Matcher:
         key = _key(request, grammar)
         with self._lock:
-            known, reason = self._known(key), self._refused.get(key)  # another request may have compiled it by now
+            known, reason = self._known(key), self._refused.get(key)  # another request may have compiled it already
         try:
             if reason is not None:
                 raise Unusable(reason)
@@ -242,7 +242,7 @@ class Grammars:
         except Unusable as unusable:
             self._refuse(key, str(unusable))
             raise _refusal(grammar, str(unusable)) from unusable
-        except WorkerKilled as killed:  # not cached, because the same grammar may compile at another time
+        except WorkerKilled as killed:  # not cached, because the grammar may compile at another time
             if self._is_closed:
                 raise _stopped() from killed
             if killed.is_from_outside:
@@ -252,7 +252,7 @@ class Grammars:
     def _compile_now(self, grammar: Grammar, key: Key) -> _Compiled:
         tools = self._tools_made_once()
         if tools is None:
-            raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
+            raise InvalidRequest("structured output is not supported for this model's tokenizer", param=grammar.param)
         form, ignored = self._form(tools, grammar)
         compiled = _Compiled(form, tools.vocabulary.eos_token_ids, len(grammar.text), ignored)
         if grammar.thought is not None:
@@ -263,14 +263,14 @@ class Grammars:
         return compiled
 
     def _form(self, tools: _Tools, grammar: Grammar) -> tuple[Callable[[Begin], Begun], Sequence[str]]:
-        """Compile a grammar. Returns a function that makes matchers, and the schema keywords that are ignored."""
+        """Compile a grammar. Returns a function that creates matchers, and the ignored schema keywords."""
         if grammar.kind is GrammarKind.TEXT:
             return lambda begin: None, ()
         with tools.sandbox() as sandbox:
             compiled = sandbox.compile(grammar)
         matchers = [new_matcher(tools.tokenizer, lark) for lark in compiled.larks]
         for matcher in matchers:
-            matcher.compute_bitmask()  # the first mask takes longest to compute, and no step should wait for it
+            matcher.compute_bitmask()  # the first mask takes the longest to compute, and no step should wait for it
         if grammar.kind is GrammarKind.TAGS:
             tags = read_tags(grammar.text)
             if tags[0].trigger:
@@ -278,14 +278,14 @@ class Grammars:
         return lambda begin: begin(matchers[0].deep_copy()), compiled.dropped
 
     def _tools_made_once(self) -> _Tools | None:
-        """Return the tools, which the first call creates, or None if the tokenizer cannot be used. Thread-safe."""
+        """Return the tools, or None if the tokenizer cannot be used. Created by the first call. Thread-safe."""
         with self._making_tools:
             if self._tools is None and not self._is_unreadable:
                 try:
                     self._tools = _Tools(self._read_vocabulary(), self._limits)
                 except InvalidSetup as error:
                     self._is_unreadable = True
-                    logger.warning("structured outputs are refused: %s", error)
+                    logger.warning("requests for structured output will be refused: %s", error)
             return self._tools
 
     def _in_free_text(
@@ -304,7 +304,7 @@ class Grammars:
         return begun
 
     def _refuse(self, key: Key, reason: str) -> None:
-        max_remembered_refusals, max_length = 1024, 600  # together well below a megabyte, including the keys
+        max_remembered_refusals, max_length = 1024, 600  # well below a megabyte in total, including the keys
         with self._lock:
             self._refused[key] = reason[:max_length]
             if len(self._refused) > max_remembered_refusals:
@@ -314,7 +314,7 @@ class Grammars:
 
     def _begin(self, compiled: _Compiled, request: Request, key: Key) -> Matcher:
         """Return a matcher that has already consumed the request's generated tokens."""
-        assert self._tools is not None, "a grammar has been compiled with them"
+        assert self._tools is not None, "the grammar was compiled with the tools"
         texts = self._tools.vocabulary.tokens
 
         def begin(matcher: LLMatcher) -> GrammarMatcher:
@@ -334,8 +334,8 @@ class Grammars:
             begun = ThoughtMatcher(compiled.thought, grammar.thought, begin_output, end_token_ids=ends)
         else:
             begun = begin_output()
-        assert begun is not None, "only after a thought may any text follow"
-        if grammar is not None:  # prefix paths with the request's field, because two fields may have equal schemas
+        assert begun is not None, "free text is only allowed after a thought"
+        if grammar is not None:  # paths start with the request's field, because two fields may have equal schemas
             named = (each if each == CUT_MARK else f"{grammar.param}.{each}" for each in compiled.ignored_keywords)
             begun.ignored_keywords = tuple(named)
         for token_id in request.generated_token_ids:
@@ -344,13 +344,13 @@ class Grammars:
         return begun
 
     def _drop(self, key: Key) -> None:
-        """Drop a grammar after one of its matchers has exceeded a limit. The next request compiles it again."""
+        """Drop a grammar after one of its matchers has exceeded a limit. The next request recompiles it."""
         with self._lock:
             self._forget(key)
 
 
 def _key(request: Request, grammar: Grammar) -> Key:
-    """Return a digest of a grammar's text and options, and of the cache salt, so that salts do not share grammars."""
+    """Return a digest of a grammar's text and options and the cache salt, so that salts do not share grammars."""
     end_of_thought = "" if grammar.thought is None else grammar.thought.end
     digest = hashlib.sha256()
     for part in (request.cache_salt, grammar.kind, grammar.text, str(grammar.is_lenient), end_of_thought):
@@ -381,16 +381,16 @@ def _failed(error: Exception) -> Future[Matcher | None]:
 
 
 def _settle(future: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
-    """Call `make` and set its result or error on a running future."""
+    """Set the result or error of `make` on a running future."""
     try:
         future.set_result(make())
     except Exception as error:
         future.set_exception(error)
-        del future, make  # for the reason in `_compile_waiting`
+        del future, make  # avoids a reference cycle, as in `_compile_waiting`
 
 
 def _fail(future: Future[Matcher | None], error: Exception) -> None:
-    """Set an error on a pending future. Does nothing if it was cancelled."""
+    """Set an error on a pending future. Does nothing if the future was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
 

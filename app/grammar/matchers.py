@@ -1,4 +1,4 @@
-"""Matchers, which track the position of one request in its grammar, or in free text with marked pieces."""
+"""Matchers. A matcher tracks one request's position in its grammar, or in free text with triggers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from app.grammar.free_text import FreeText, FreeTextState
 
 
 class LazyMatcher(ABC):
-    """A `Matcher` that works while the model computes: `advance` only queues a token, and `prepare` consumes it."""
+    """A `Matcher` that works while the model is computing: `advance` queues a token, and `prepare` consumes it."""
 
     def __init__(self) -> None:
-        self._drawn: list[int] = []  # queued tokens, not consumed yet
+        self._drawn: list[int] = []  # queued tokens that have not been consumed yet
         self._allowed: bytes | None = None  # allowed tokens after all queued tokens; None if not computed yet
         self.ignored_keywords: Sequence[str] = ()  # see `Matcher`
 
@@ -35,7 +35,7 @@ class LazyMatcher(ABC):
             self._find_allowed()
 
     def advance(self, token_id: int) -> None:
-        """Queue a drawn token, to be consumed later."""
+        """Queue a sampled token, which is consumed later."""
         self._drawn.append(token_id)
         self._allowed = None
 
@@ -68,10 +68,10 @@ class LazyMatcher(ABC):
 
     @abstractmethod
     def _separate(self) -> None:
-        """Replace all mutable state that a copy still shares with its original."""
+        """Replace all mutable state that this copy still shares with the original."""
 
     def catch_up(self) -> None:
-        """Consume the queued tokens now, so that no step has to."""
+        """Consume the queued tokens now, so that no step has to wait for this."""
         drawn, self._drawn = self._drawn, []
         for token_id in drawn:
             self._consume(token_id)
@@ -87,18 +87,18 @@ class LazyMatcher(ABC):
 
     @abstractmethod
     def _compute_allowed(self) -> bytes:
-        """Return a bit mask of the tokens that may follow all consumed tokens."""
+        """Return a bit mask of the tokens that may follow the consumed tokens."""
 
 
 @dataclass(slots=True)
 class MatchingTime:
-    """CPU time of all matchers of one grammar. They share a cache, which grows with this time."""
+    """CPU time of all matchers for one grammar. They share a cache that grows with this time."""
 
     seconds: float = 0.0
 
 
 class GrammarMatcher(LazyMatcher):
-    """Computes the tokens that a grammar allows next. End tokens are allowed only where the grammar may end."""
+    """Computes the tokens that a grammar allows next. End tokens are only allowed where the grammar may end."""
 
     def __init__(
         self,
@@ -109,10 +109,10 @@ class GrammarMatcher(LazyMatcher):
         spent: MatchingTime,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`stop_token_ids` are the request's stop tokens; `matcher` already knows the model's end tokens.
+        """`stop_token_ids` are the request's stop tokens. `matcher` already includes the model's end tokens.
 
-        `texts` are the texts of the model's tokens. The matcher adds its CPU time to `spent`. `on_failure` is called
-        if the output can no longer match.
+        `texts` are the texts of the model's tokens. The matcher adds its CPU time to `spent`. `on_failure` is called if
+        the output can no longer match.
         """
         super().__init__()
         self._matcher = matcher
@@ -135,7 +135,7 @@ class GrammarMatcher(LazyMatcher):
         return self.may_end and self._matcher.is_stopped()
 
     def accepts(self, token_id: int) -> bool:
-        """Return whether this token may come next."""
+        """Return whether this token may follow."""
         return self.num_allowed([token_id]) == 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -153,11 +153,11 @@ class GrammarMatcher(LazyMatcher):
         return found
 
     def _forced_token(self) -> int | None:
-        """Return the longest allowed token if all other allowed tokens are prefixes of it, otherwise None."""
+        """Return the longest allowed token if all other allowed tokens are its prefixes, and otherwise None."""
         self.catch_up()
         if self.failure is not None or not self._matcher.deep_copy().compute_ff_bytes():
             return None  # no bytes are forced, so the next token is a choice
-        max_ways = 32  # the most allowed tokens that are compared
+        max_ways = 32  # the maximum number of allowed tokens to compare
         allowed = tokens_of(self.allowed(), at_most=max_ways)
         longest = max(allowed, key=lambda token_id: len(self._texts[token_id]), default=None)
         if longest is None or not all(self._texts[longest].startswith(self._texts[each]) for each in allowed):
@@ -165,17 +165,17 @@ class GrammarMatcher(LazyMatcher):
         return longest
 
     def _separate(self) -> None:
-        """See `LazyMatcher`. A copy serves a draft, whose failure must not cause another compilation."""
+        """See `LazyMatcher`. Copies are used for drafts, and a failed draft must not cause a recompilation."""
         self._matcher = self._matcher.deep_copy()
         self._on_failure = lambda: None
 
     def _consume(self, token_id: int) -> None:
-        """See `LazyMatcher`. A stop token is ignored, because no token follows it."""
+        """See `LazyMatcher`. Ignores stop tokens, because no tokens follow them."""
         if self.failure is None and token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
             self._fail(reason_of(self._matcher.get_error()))
 
     def _compute_allowed(self) -> bytes:
-        """See `LazyMatcher`. After a failure, every token is allowed, because the request fails and uses none."""
+        """See `LazyMatcher`. Allows every token after a failure, because the request fails in any case."""
         if self.failure is None:
             began_at = time.thread_time()
             allowed = self._matcher.compute_bitmask()[: self._num_bytes]
@@ -192,26 +192,26 @@ class GrammarMatcher(LazyMatcher):
         return left if any_token(left) else allowed
 
     def _fail(self, reason: str) -> None:
-        self.failure = f"the output cannot continue in the requested form: {reason}"
+        self.failure = f"the output can no longer match the requested format: {reason}"
         self._on_failure()
 
 
 @dataclass(frozen=True, slots=True)
 class TagContent:
-    """The content after a trigger: `begin` makes its matcher, and `is_last` says whether the output ends after it."""
+    """The content after a trigger."""
 
-    begin: Callable[[], GrammarMatcher]
-    is_last: bool
+    begin: Callable[[], GrammarMatcher]  # creates its matcher
+    is_last: bool  # whether the output ends after it
 
 
 class TaggedMatcher(LazyMatcher):
-    """Allows free text until a trigger is complete, then the content of the trigger's tag until it ends.
+    """Allows free text until a trigger is complete, and then the content of the trigger's tag until it ends.
 
-    Where a piece may either end or continue, a token that cannot belong to it ends the piece and is free text.
+    If a piece may either end or continue, a token that cannot belong to the piece ends it and is free text.
     """
 
     def __init__(self, text: FreeText, pieces: Iterable[TagContent]) -> None:
-        """`pieces` holds one content for each trigger of `text`."""
+        """`pieces` contains one content for each trigger of `text`."""
         super().__init__()
         self._text = text
         self._pieces = tuple(pieces)
@@ -264,5 +264,5 @@ class TaggedMatcher(LazyMatcher):
 
 
 def either(one: bytes, other: bytes) -> bytes:
-    """Return the union of two bit masks of equal length."""
+    """Return the union of two bit masks with the same length."""
     return (int.from_bytes(one) | int.from_bytes(other)).to_bytes(len(one))

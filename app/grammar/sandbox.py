@@ -19,25 +19,25 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerKilled(Exception):
-    """A signal ended the worker while it compiled a grammar, in the second attempt as well as in the first.
+    """Raised if a signal ended the worker while it was compiling a grammar.
 
-    `is_from_outside` is set if the process did not cause the signal: the kernel kills processes if memory is short.
+    `is_from_outside` is True if the worker did not cause the signal: the kernel kills processes if memory is short.
     """
 
     def __init__(self, signal_number: int) -> None:
         self.is_from_outside = signal_number in (signal.SIGKILL, signal.SIGALRM, signal.SIGTERM)
         super().__init__(
-            f"the process that compiles it was ended by the signal {signal_number}"
+            f"the process that was compiling it was ended by signal {signal_number}"
             if self.is_from_outside
-            else "it is too deep or too large to be compiled; make it simpler"
+            else "it is too deep or too large to be compiled; simplify it"
         )
 
 
 class Sandbox:
-    """Runs one worker process, and replaces it when it has ended. Use it in one thread at a time."""
+    """Runs one worker process, and replaces it after it has ended. Must be used by one thread at a time."""
 
     def __init__(self, vocabulary: Vocabulary, *, timeout_s: float, memory_bytes: int) -> None:
-        """One grammar may use `timeout_s` of CPU time, and `memory_bytes` in addition to the vocabulary."""
+        """Each grammar may use `timeout_s` of CPU time, and `memory_bytes` in addition to the vocabulary."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
@@ -45,11 +45,11 @@ class Sandbox:
         self._is_interrupted = False
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile and test a grammar. Blocks until the worker answers or ends.
+        """Compile and test a grammar. Blocks until the worker responds or ends.
 
         Raises:
             Unusable: the grammar cannot be used, or cannot be compiled within the limits.
-            WorkerKilled: a signal ended the worker twice, or once if `interrupt` was called.
+            WorkerKilled: a signal ended the worker twice, or once after `interrupt`.
             Failure: the worker ended for another reason.
         """
         try:
@@ -57,7 +57,7 @@ class Sandbox:
         except WorkerKilled as killed:
             if self._is_interrupted:
                 raise
-            logger.warning("trying to compile a grammar once more: %s", killed)
+            logger.warning("retrying to compile a grammar: %s", killed)
             return self._compile_once(grammar)
 
     def _compile_once(self, grammar: Grammar) -> Compiled:
@@ -78,7 +78,7 @@ class Sandbox:
         return Compiled(**answer)
 
     def interrupt(self) -> None:
-        """Kill the worker. The grammar that it is compiling is not retried. Thread-safe."""
+        """Kill the worker. Its current grammar is not retried. Thread-safe."""
         self._is_interrupted = True
         process = self._process
         if process is not None:
@@ -91,7 +91,7 @@ class Sandbox:
             self._wait_for(self._process)
 
     def _living(self) -> subprocess.Popen[bytes] | None:
-        """Return the worker, or None if it ended after the last grammar; otherwise the next one would be blamed."""
+        """Return the worker, or None if it has ended. Otherwise, the next grammar would be blamed for the end."""
         if self._process is not None and self._process.poll() is not None:
             self._wait_for(self._process)
         return self._process
@@ -102,7 +102,7 @@ class Sandbox:
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crash in native code writes lines that would confuse readers of the log
+            stderr=subprocess.DEVNULL,  # a crash in native code writes confusing lines
         )
         stdin, _ = _pipes_of(process)
         settings = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes}
@@ -115,25 +115,24 @@ class Sandbox:
         """Return the error for the grammar that was being compiled when the worker ended."""
         code = self._wait_for(process)
         if code == -signal.SIGPROF:  # the limit of CPU time, which does not depend on other processes
-            return Unusable(f"compiling takes longer than {self._timeout_s:g} s of CPU; make it simpler")
+            return Unusable(f"compiling takes more than {self._timeout_s:g} s of CPU time; simplify it")
         if code < 0:
             return WorkerKilled(-code)
-        return Failure(f"the process that compiles grammars has ended with {code}")
+        return Failure(f"the process that compiles grammars has ended with status {code}")
 
     def _wait_for(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait until the worker ends, and drop it. Returns its exit code, which is negative for a signal."""
+        """Wait until the worker ends, and drop it. Returns its exit code (negative for a signal)."""
         self._process = None
         stdin, stdout = _pipes_of(process)
         with suppress(BrokenPipeError):
             stdin.close()
         stdout.close()
         code = process.wait()
-        logger.info("a worker that compiles grammars has ended with %d", code)
+        logger.info("a process that compiles grammars has ended with status %d", code)
         return code
 
 
 def _pipes_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    """Return a worker's standard input and output."""
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
     return process.stdin, process.stdout

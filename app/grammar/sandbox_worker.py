@@ -1,10 +1,10 @@
 """The process that compiles a grammar for the first time (`python -m app.grammar.sandbox_worker`).
 
-Some grammars make the compiler overflow its stack, allocate gigabytes, or run for minutes. Such a grammar ends only
-this process, by a limit or a crash, and `sandbox.py` starts a new one.
+Some grammars make the compiler overflow its stack, allocate gigabytes, or run for minutes. These grammars only end this
+process, by a limit or a crash, and `sandbox.py` starts a new process.
 
-The process reads a line of settings and the vocabulary from its standard input, then one grammar per line. For each
-grammar, it writes one line: a `Compiled` of `compiling.py`, or the reason why the grammar cannot be used.
+The process reads a line with settings and the vocabulary from its standard input, followed by one grammar per line. For
+each grammar, it writes one line: a `Compiled` from `compiling.py`, or the reason why the grammar cannot be used.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from app.engine.request import GrammarKind
 from app.grammar.compiling import Unusable, compiled
 from app.grammar.vocabulary import Vocabulary
 
-# Wall clock limit for the start and for each grammar. It is generous, because a busy machine may be slow.
-MAX_WALL_S = 60.0
+MAX_WALL_S = 60.0  # wall clock limit for startup and for each grammar, generous because a busy machine may be slow
 
 
 def main() -> None:
     """Compile grammars until the input ends."""
-    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # the signal has no handler, so it ends the process
+    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # the signal ends the process, because it has no handler
     lower_priority()
     _die_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -42,7 +41,7 @@ def main() -> None:
     tokenizer = vocabulary.for_matching()
     limit = _address_space() + settings["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # The engine's threads, which compile a tested grammar again, have eight times this stack.
+    # The engine's threads, which recompile tested grammars, have eight times this stack.
     stack_bytes = 1 << 20
     threading.stack_size(stack_bytes)
     answering = threading.Thread(target=_answer_all, args=(tokenizer, vocabulary.special_texts, settings["timeout_s"]))
@@ -69,12 +68,12 @@ def _answer(tokenizer: LLTokenizer, special: Mapping[str, int], wanted: dict[str
     except Unusable as reason:
         return {"unusable": str(reason)}
     except (MemoryError, RecursionError):
-        return {"unusable": "it is too deep or too large to be compiled; make it simpler"}
+        return {"unusable": "it is too deep or too large to be compiled; simplify it"}
     return asdict(made)
 
 
 def _die_first() -> None:
-    """Make the kernel kill this process first, instead of the replica, if memory is short."""
+    """If memory is short, make the kernel kill this process instead of the replica."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

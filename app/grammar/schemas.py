@@ -1,6 +1,6 @@
-"""Rewrites JSON schemas for the compiler without changing their meaning, and drops keywords that it cannot enforce.
+"""Rewrites JSON schemas for the compiler without changing their meaning, and drops unsupported keywords.
 
-A dropped keyword is reported by its path, such as `properties.to.pattern`.
+Dropped keywords are reported by their paths, such as `properties.to.pattern`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from urllib.parse import quote, unquote
 from app.json_schema import NAMED_SCHEMAS, SCHEMA_KEYWORDS, Json, Place, changed
 
 ErrorOf = Callable[[Json], str | None]  # returns the compiler's error for a schema, or None if it compiles
-Drops = dict[Place, str]  # maps the path of each dropped keyword to the reason; "" if the reason is unknown
+Drops = dict[Place, str]  # maps the path of each dropped keyword to the reason, or to "" if it is unknown
 
 _COUNTS = frozenset("maxItems maxLength maxProperties minItems minLength minProperties".split())
 _EXACT = frozenset("const enum exclusiveMaximum exclusiveMinimum maximum minimum multipleOf".split())
 _ASKING = _COUNTS | _EXACT | SCHEMA_KEYWORDS | NAMED_SCHEMAS | {"$ref", "format", "pattern", "required", "type"}
 _MAY_BE_NULL = frozenset(("$defs", "const", "definitions"))
 _TYPES = frozenset("array boolean integer null number object string".split())
-# A trial compilation takes a millisecond of CPU or more. Keywords still in doubt after this many trials are dropped.
+# A trial compilation takes at least a millisecond of CPU time. Keywords undecided after this many trials are dropped.
 _MAX_TRIALS = 256
-_FLOAT_BITS = 63  # the compiler writes integers of up to 63 bits exactly, if a float can represent them
-# The characters of a pointer that a reference does not encode (RFC 3986, section 3.5).
+_FLOAT_BITS = 63  # the compiler writes integers with up to 63 bits exactly, if a float can represent them
+# The characters of a pointer that are not encoded in a reference (RFC 3986, section 3.5).
 _PLAIN_CHARACTERS = "/~!$&'()*+,;=:@-._?"
 
 
 def exact(schema: Json) -> tuple[Json, Drops]:
-    """Rewrite a schema without the keywords that the compiler would misread or enforce only in part.
+    """Rewrite a schema without the keywords that the compiler would misinterpret or only enforce partially.
 
-    Drops keywords with the value null, and those with integers that no float can represent, because the compiler
-    calculates with floats. Counts such as `1.0` become integers, types such as `STRING` become lower case, and
+    Drops keywords with the value null, and keywords with integers that no float can represent, because the compiler
+    calculates with floats. Counts such as `1.0` are converted to integers, types such as `STRING` to lower case, and
     references are encoded.
     """
     dropped: Drops = {}
@@ -47,7 +47,7 @@ def exact(schema: Json) -> tuple[Json, Drops]:
                 kept[name] = _rewritten(name, value, schema)
             if name in NAMED_SCHEMAS and isinstance(value, dict):
                 wrong = [key for key, inner in value.items() if not isinstance(inner, dict | bool | list)]
-                dropped.update(((*place, name, key), "it should be a schema") for key in wrong)
+                dropped.update(((*place, name, key), "it must be a schema") for key in wrong)
                 kept[name] = value | dict.fromkeys(wrong, True)
         return kept
 
@@ -58,7 +58,7 @@ def _why_not_exact(name: str, value: Any) -> str | None:
     if value is None and name in _ASKING - _MAY_BE_NULL:
         return "it is null"
     if name in _EXACT and (number := next(_inexact(value), None)) is not None:
-        return f"the number {str(number)[:40]} cannot be kept exactly"
+        return f"the number {str(number)[:40]} cannot be represented exactly"
     return None
 
 
@@ -82,7 +82,7 @@ def _rewritten(name: str, value: Any, root: Json) -> Any:
 
 
 def _pointer(ref: str, root: Json) -> str:
-    """Return the decoded JSON pointer of a reference into its own schema. Some clients send the pointer unencoded."""
+    """Return the decoded JSON pointer of a reference to its own schema. Some clients send the pointer unencoded."""
     decoded, plain = unquote(ref[1:]), ref[1:]
     return plain if not _has(root, decoded) and _has(root, plain) else decoded
 
@@ -100,25 +100,25 @@ def _has(root: Any, pointer: str) -> bool:
 
 
 def shown(place: Place, name: str = "") -> str:
-    """Return a path as text for responses and errors. A long path is cut at its start."""
+    """Return a path as text for responses and errors. The start of a long path is cut off."""
     text = ".".join(filter(None, (name, *place)))
     max_length = 75
     return text if len(text) <= max_length else f"...{text[3 - max_length :]}"
 
 
 class SchemaReducer:
-    """Finds the keywords in one grammar's schemas that the compiler does not support, by compiling parts of them."""
+    """Finds the keywords in a grammar's schemas that the compiler does not support, by compiling parts of them."""
 
     def __init__(self, error_of: ErrorOf) -> None:
         self._error_of = error_of
         self._num_questions = 0
-        self._is_refused: dict[str, bool] = {}  # results of trials, by the JSON text of the part that was compiled
+        self._is_refused: dict[str, bool] = {}  # results of trials, by the compiled part's JSON text
 
     def kept(self, schema: Json) -> tuple[Json, Drops]:
         """Return the schema without the keywords that do not compile. The result may still match no document.
 
-        First, each keyword is compiled alone. If that is not enough, the keywords of each schema are compiled together,
-        without inner schemas. The last candidate is `oneOf`, which a lenient compiler treats as `anyOf`.
+        First, each keyword is compiled separately. If this is not enough, the keywords of each schema are compiled
+        together, but without inner schemas. The last candidate is `oneOf`, which a lenient compiler treats as `anyOf`.
         """
         dropped: Drops = {}
         schema = self._without(schema, self._keywords_alone(schema), dropped)
@@ -142,7 +142,7 @@ class SchemaReducer:
 
         return changed(schema, left) if drops else schema
 
-    # ------------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------------ candidates
 
     def _keywords_alone(self, schema: Json) -> Drops:
         units: dict[Place, Json] = {}
@@ -158,7 +158,7 @@ class SchemaReducer:
                         drops[at] = "it points to nothing in this schema"
                 elif name == "patternProperties" and isinstance(value, dict):
                     units.update({(*at, each): {name: {each: True}} for each in value})
-                elif name in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):  # as in draft 4
+                elif name in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):  # draft 4
                     units[at] = {name: value, name[9:].lower(): one.get(name[9:].lower()), **of_type}
                 elif name not in ("oneOf", "$defs", "definitions"):
                     units[at] = of_type | {name: _outline(name, value)}
@@ -168,7 +168,7 @@ class SchemaReducer:
         return drops | self._refused(units)
 
     def _keywords_together(self, schema: Json) -> Drops:
-        """Return keywords to drop, last first, from each schema whose keywords do not compile together."""
+        """Return keywords to drop (the last ones first) from each schema whose keywords do not compile together."""
         outlines: dict[Place, Json] = {}
 
         def note(one: Json, place: Place) -> Json:
@@ -201,7 +201,7 @@ class SchemaReducer:
         return too_many
 
     def _alternatives(self, schema: Json) -> Drops:
-        """Return the paths of each `oneOf` whose schemas the compiler does not know to exclude one another."""
+        """Return the paths of each `oneOf` whose schemas the compiler cannot show to be mutually exclusive."""
         definitions: Json = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
         drops: Drops = {}
 
@@ -209,7 +209,7 @@ class SchemaReducer:
             if "oneOf" in one:
                 self._num_questions += 1
                 is_asked = self._num_questions < _MAX_TRIALS
-                why = self._error_of({**definitions, "oneOf": one["oneOf"]}) if is_asked else "oneOf is not asked for"
+                why = self._error_of({**definitions, "oneOf": one["oneOf"]}) if is_asked else "oneOf was not tried"
                 if why is not None and "oneOf" in why:
                     drops[(*place, "oneOf")] = why
             return one
@@ -217,10 +217,10 @@ class SchemaReducer:
         changed(schema, note)
         return drops
 
-    # ------------------------------------------------------------------ how
+    # ------------------------------------------------------------------ trials
 
     def _refused(self, units: dict[Place, Json]) -> Drops:
-        """Return the paths of the units that do not compile. Only the first one carries a reason."""
+        """Return the paths of the units that do not compile. Only the first path has a reason."""
         written = {place: json.dumps(unit, sort_keys=True) for place, unit in units.items()}
         unknown: dict[str, dict[str, None]] = {}  # distinct units without a result, grouped by keyword
         for place, unit in written.items():
@@ -238,7 +238,7 @@ class SchemaReducer:
         return drops
 
     def _find_refused(self, units: Sequence[str]) -> None:
-        """Determine for each unit whether it compiles. Bisects the units and compiles a whole half at once."""
+        """Determine for each unit whether it compiles, by bisection: all units of a half are compiled together."""
         if self._are_kept(units):
             return
         if len(units) == 1 or self._num_questions >= _MAX_TRIALS:
@@ -249,7 +249,7 @@ class SchemaReducer:
         self._find_refused(units[half:])
 
     def _compiles(self, unit: Json) -> bool:
-        """Return whether a unit compiles; False if no trials are left."""
+        """Return whether a unit compiles, or False if no trials are left."""
         return self._num_questions < _MAX_TRIALS and self._are_kept([json.dumps(unit, sort_keys=True)])
 
     def _are_kept(self, units: Sequence[str]) -> bool:
@@ -265,7 +265,7 @@ def _keyword_of(place: Place) -> str:
 
 
 def _all_of(units: Sequence[Json]) -> Json:
-    """Return a schema that compiles if all units do, even if no document matches one of them."""
+    """Return a schema that compiles if all units compile, even if no document matches one of them."""
     return {"type": "object", "properties": {str(number): unit for number, unit in enumerate(units)}}
 
 
@@ -275,7 +275,7 @@ def _is_type(value: Any) -> bool:
 
 
 def _outline(name: str, value: Any) -> Any:
-    """Return a keyword's value with inner schemas replaced by True, because they are compiled separately."""
+    """Return a keyword's value with inner schemas replaced with True, because these are compiled separately."""
     if name in SCHEMA_KEYWORDS and isinstance(value, list):
         return [True if isinstance(inner, dict) else inner for inner in value]
     if name in SCHEMA_KEYWORDS and isinstance(value, dict):

@@ -1,17 +1,18 @@
 """Grammars of the kind TAGS: free text in which each trigger starts a piece that must match a grammar.
 
-The text of such a grammar is a JSON object of three lists. Each entry of `schemas` holds a `schema` and `is_lenient`;
-each entry of `larks` holds a grammar as `lark`. Both carry a `name`, such as a tool's name. Each entry of `tags` holds
+The text of the grammar is a JSON object with three lists. Each entry of `schemas` has the fields `schema` and
+`is_lenient`, and each entry of `larks` has a grammar as `lark`. Both also have a `name`, such as a tool's name. Each
+entry of `tags` has the fields
 
-    trigger     the text that starts the piece; once it is complete, the content must follow. In a grammar with only one
-                tag, the trigger may be empty; such a grammar allows no free text
-    is_opening  whether the piece can only start the output; the trigger may then contain white space outside of quotes
+    trigger     the text that starts the piece. Once it is complete, the content must follow. If the grammar has only
+                one tag, the trigger may be empty, and no free text is allowed
+    is_opening  whether the piece must start the output, which may then add white space outside the trigger's quotes
     content     a list of parts that follow the trigger
-    is_last     whether the output ends after the piece; otherwise free text and other pieces may follow
+    is_last     whether the output ends after the piece. Otherwise, free text and other pieces may follow
 
 A part is a text, {"pattern": regular expression}, {"schema": number}, {"lark": number}, {"any": [content, …]}, or
-{"repeat": content} (zero or more times). Where a text contains the text of a special token, the model may generate
-either the token or its text.
+{"repeat": content} (zero or more times). If a text contains the text of a special token, the model may generate either
+the token or its text.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Tag:
 
 
 def read_tags(text: str) -> list[Tag]:
-    """Parse a grammar's text and return one tag per trigger."""
+    """Parse a grammar's text. Returns one tag per trigger."""
     groups: dict[tuple[str, bool], list[Json]] = {}
     for tag in json.loads(text)["tags"]:
         groups.setdefault((tag["trigger"], tag["is_opening"]), []).append(tag)
@@ -58,14 +59,14 @@ def larks_of_tags(
     """Return a Lark grammar for the content after each trigger.
 
     `special` maps the texts of special tokens to their ids. `writers` maps `"schema"` and `"lark"` to functions that
-    write the rule for an entry of `schemas` or `larks`. `options` is appended to each grammar.
+    return the rule for an entry of `schemas` or `larks`. `options` is appended to each grammar.
     """
     forms = json.loads(text)
     return [_Lark(forms, special, writers).grammar(tag.contents) + options for tag in read_tags(text)]
 
 
 class _Lark:
-    """Converts contents, and the schemas and grammars that they refer to, to Lark."""
+    """Converts contents, and the schemas and grammars to which they refer, to Lark."""
 
     def __init__(self, forms: Json, special: Mapping[str, int], writers: Mapping[str, WriteRule]) -> None:
         self._forms = forms

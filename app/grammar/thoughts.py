@@ -1,4 +1,4 @@
-"""Matchers for outputs that start with a thought: free text between two marks, before the structured output."""
+"""Matchers for outputs that start with a thought (free text between two marks), followed by structured output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_BLANKS = 4  # tokens of white space between a thought and the output
 
 
 class _Phase(Enum):
-    BEFORE = auto()  # nothing so far, or only white space and a prefix of the first mark
+    BEFORE = auto()  # at most white space and a prefix of the opening mark so far
     INSIDE = auto()
-    BEHIND = auto()  # after the thought, with nothing or only white space since
+    BEHIND = auto()  # after the thought, at most followed by white space
     OUTPUT = auto()
 
 
@@ -31,12 +31,12 @@ class ThoughtText:
 
 
 class ThoughtMatcher(LazyMatcher):
-    """Allows a thought, and then the output that its own matcher allows, or any text if it has no matcher."""
+    """Allows a thought, followed by the output that its own matcher allows (any text if there is no matcher)."""
 
     def __init__(
         self, text: ThoughtText, thought: Thought, begin_output: BeginOutput, *, end_token_ids: Collection[int]
     ) -> None:
-        """If the output has a matcher, `end_token_ids` are banned in the thought, so that the output follows it."""
+        """`end_token_ids` are banned in the thought if the output has a matcher, so that the output must follow."""
         super().__init__()
         self._table, self._free = text.table, text.free
         self._thought = thought
@@ -44,7 +44,7 @@ class ThoughtMatcher(LazyMatcher):
         self._output = begin_output()
         self._end_token_ids = end_token_ids
         self._phase = _Phase.INSIDE if thought.is_open else _Phase.BEFORE
-        self._written = b""  # text so far in the phase BEFORE, which may become the first mark
+        self._written = b""  # text so far in the phase BEFORE, which may become the opening mark
         self._may_be_output = True  # whether `_written` may also be output
         self._place = self._free.middle
         self._num_tokens = self._num_blanks = 0
@@ -65,7 +65,6 @@ class ThoughtMatcher(LazyMatcher):
             self._output = self._output.copied()
 
     def _compute_allowed(self) -> bytes:
-        """See `LazyMatcher`."""
         nothing = bytes(len(self._table.all))
         match self._phase:
             case _Phase.BEFORE:
@@ -82,7 +81,6 @@ class ThoughtMatcher(LazyMatcher):
                 return self._allowed_in_output()
 
     def _consume(self, token_id: int) -> None:
-        """See `LazyMatcher`."""
         match self._phase:
             case _Phase.BEFORE:
                 self._consume_before(token_id)
@@ -95,7 +93,7 @@ class ThoughtMatcher(LazyMatcher):
                 self._advance_output(token_id)
 
     def _consume_before(self, token_id: int) -> None:
-        """Consume a token before the thought. Until it is decided, the token counts both as mark and as output."""
+        """Consume a token before the thought. While both are possible, it counts as part of the mark and of output."""
         self._written += self._text_of(token_id)
         written = self._written.lstrip()
         if written.startswith(self._begin):
@@ -123,7 +121,7 @@ class ThoughtMatcher(LazyMatcher):
             self._output.advance(token_id)
 
     def _is_blank_between(self, token_id: int) -> bool:
-        """Return whether a token is white space after the thought that the output itself does not allow."""
+        """Return whether a token is white space after the thought that is not allowed in the output itself."""
         is_blank = self._num_blanks < _MAX_BLANKS and self._table.texts[token_id].isspace()
         return is_blank and not self._is_in_output(token_id)
 
@@ -142,7 +140,7 @@ class ThoughtMatcher(LazyMatcher):
         return self._thought.max_tokens is not None and self._num_tokens >= self._thought.max_tokens
 
     def _ending(self) -> list[int]:
-        """Return a list with the longest token that is the rest of the end mark or a prefix of that rest."""
+        """Return a list with the longest token that is a prefix of the rest of the end mark, or equal to this rest."""
         return self._table.beginning(self._thought.end.encode()[len(self._place.tail) :])[:1]
 
     def _text_of(self, token_id: int) -> bytes:

@@ -1,7 +1,7 @@
-"""The bytes of every token, against which grammars are matched.
+"""The bytes of every token, which are matched against grammars.
 
-Reading a large tokenizer blocks a process for a second. Therefore a separate process (`python -m
-app.grammar.vocabulary`) reads the tokenizer and writes the vocabulary to its standard output.
+Reading a large tokenizer blocks a process for a second. Therefore, a separate process (`python -m
+app.grammar.vocabulary`) reads the tokenizer, and writes the vocabulary to its standard output.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from app.child_process import child_command, child_environment
 from app.errors import InvalidSetup
 from app.tokenizer_files import read_tokens
 
-READ_CPU_S = 60.0  # limit for one tokenizer; even the largest ones take only a few seconds
+READ_CPU_S = 60.0  # limit for one tokenizer; even the largest take only a few seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The bytes of a model's tokens, indexed by id. An id without a token has b""."""
+    """The bytes of a model's tokens, indexed by id. Unused ids have b""."""
 
     tokens: tuple[bytes, ...]
     special_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
 
     def for_matching(self) -> LLTokenizer:
-        """Return a tokenizer for llguidance. Takes 0.2 s for 128,000 tokens and blocks all other Python threads."""
+        """Return a tokenizer for llguidance. Blocks all Python threads, for 0.2 s with 128,000 tokens."""
         return LLTokenizer(_Tokens(self), eos_token=list(self.eos_token_ids))
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """Maps the texts of special tokens to their ids. Tokens without a text are left out."""
+        """Maps the texts of special tokens to their ids. Excludes tokens without a text."""
         found = ((self.tokens[token_id].decode(errors="replace"), token_id) for token_id in self.special_token_ids)
         return {text: token_id for text, token_id in found if text}
 
@@ -66,7 +66,7 @@ class Vocabulary:
 
 
 class _Tokens(TokenizerWrapper):
-    """The interface that llguidance requires from a custom tokenizer."""
+    """Implements the interface that llguidance requires from a custom tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         # `TokenizerWrapper.__init__` is not called, because it requires an encoder.
@@ -77,7 +77,7 @@ class _Tokens(TokenizerWrapper):
         self.eos_token_id = vocabulary.eos_token_ids[0]
 
     def __call__(self, text: str) -> list[int]:
-        raise AssertionError("matching by bytes encodes no text: `no_forcing` is set in every grammar")
+        raise AssertionError("llguidance does not encode text, because every grammar sets `no_forcing`")
 
 
 def read_vocabulary(
@@ -85,8 +85,7 @@ def read_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a tokenizer (a folder or hub id), padded to `vocab_size` ids. Blocks for over a second.
 
-    Raises:
-        InvalidSetup: no tokenizer can be read, or reading takes too long.
+    Raises InvalidSetup if the tokenizer cannot be read or reading takes too long.
     """
     wanted = json.dumps([location, revision, vocab_size, eos_token_ids, READ_CPU_S])
     try:
@@ -97,19 +96,21 @@ def read_vocabulary(
             check=False,
         )
     except OSError as error:
-        raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {error}") from error
+        raise InvalidSetup(f"the tokenizer of {location} cannot be read for structured output: {error}") from error
     if reading.returncode == -signal.SIGPROF:
-        raise InvalidSetup(f"reading the tokenizer of {location} for grammars takes over {READ_CPU_S:g} s of CPU")
+        raise InvalidSetup(
+            f"reading the tokenizer of {location} for structured output takes over {READ_CPU_S:g} s of CPU time"
+        )
     if reading.returncode != 0:
         reason = reading.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {reason[:300]}")
+        raise InvalidSetup(f"the tokenizer of {location} cannot be read for structured output: {reason[:300]}")
     return Vocabulary.read(BytesIO(reading.stdout))
 
 
 def main() -> None:
-    """Read the tokenizer that the command line names, and write its vocabulary to the standard output."""
+    """Read the tokenizer in the command line arguments, and write its vocabulary to the standard output."""
     location, revision, vocab_size, eos_token_ids, limit_s = json.loads(sys.argv[1])
-    # Limit CPU time, because wall clock time depends on the machine's load. The unhandled signal ends the process.
+    # Limits CPU time, because wall clock time depends on the load. The signal ends the process: it has no handler.
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     backend = read_tokens(location, revision)
     backend.no_truncation()

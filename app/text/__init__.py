@@ -1,4 +1,4 @@
-"""Tokenizers, chat templates, incremental decoding and stop strings. No torch here."""
+"""Tokenizers, chat templates, incremental decoding and stop strings. Does not import torch."""
 
 from app.text.detokenizer import Detokenizer, TokenOffsets
 from app.text.generated_text import GeneratedText, TextDelta

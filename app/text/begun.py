@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def partial_match_length(text: str, wanted: str) -> int:
-    """Return the length of the longest end of `text` that is an incomplete prefix of `wanted`."""
+    """Return the length of the longest suffix of `text` that is an incomplete prefix of `wanted`."""
     at = text.find(wanted[:1], max(0, len(text) - len(wanted) + 1))
     while at >= 0:
         if wanted.startswith(text[at:]):

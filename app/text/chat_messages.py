@@ -23,12 +23,12 @@ You are provided with function signatures within <tools></tools> XML tags:
 For each function call, return a json object with function name and arguments within {begin}{end} XML tags:
 {begin}
 {{"name": <function-name>, "arguments": <args-json-object>}}
-{end}"""  # the text of Hermes and Qwen 2.5 models, which most small models have seen in training
+{end}"""  # the text of Hermes and Qwen 2.5 models, which most small models know from training
 
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The marks before, between and after calls that are written as JSON objects into a message."""
+    """The marks before, between and after calls that are written into a message as JSON objects."""
 
     begin: str
     between: str
@@ -36,7 +36,7 @@ class CallMarks:
 
 
 _HERMES_MARKS = CallMarks(f"{CALL_BEGIN}\n", f"\n{CALL_END}\n{CALL_BEGIN}\n", f"\n{CALL_END}")
-# Maps a text in a family's template to the marks that its models write, for templates that show tools but not calls.
+# Maps a text in a family's template to the marks of its models, for templates that show tools but not calls.
 _MARKS_OF_FAMILIES = {
     "<|tool_list_start|>": CallMarks("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),  # LFM2
     "<|tool_call|>": CallMarks("<|tool_call|>[", ", ", "]"),  # Granite 3
@@ -45,29 +45,29 @@ _MARKS_OF_FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The parts of a conversation that a chat template writes into the prompt."""
+    """The parts of a conversation that a chat template supports."""
 
     tools: bool
     calls: bool  # calls in the assistant's messages
     results: bool  # messages with the role `tool`
-    call_marks: CallMarks  # marks for calls if the template does not write them itself
+    call_marks: CallMarks  # used for calls if the template does not support them
     developer: bool  # messages with the role `developer`
     system: bool  # a first message with the role `system`
-    later_system: bool  # more messages with the role `system`, anywhere in the conversation
+    later_system: bool  # further messages with the role `system`, anywhere in the conversation
 
 
 def call_marks_of(template: str) -> CallMarks:
-    """Return the marks for writing calls into messages if the chat template does not write calls itself."""
+    """Return the marks with which calls are written into messages if the chat template does not support calls."""
     return next((marks for text, marks in _MARKS_OF_FAMILIES.items() if text in template), _HERMES_MARKS)
 
 
 def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits) -> list[Message]:
     """Adapt a conversation to a template with these traits. No text is lost or reordered.
 
-    If the template does not write tools, the system message lists them. If it does not write calls, calls and results
-    become text, in the format of its own model family or else of Hermes models. `developer` becomes `system` where it
-    is not supported. If the template accepts only one system message, the leading ones are joined, and later ones
-    become user messages. If it accepts none, the leading one becomes a user message as well.
+    If the template does not support tools, they are listed in the system message. If it does not support calls, calls
+    and results become text in the format of its model family, or otherwise of Hermes models. An unsupported role
+    `developer` becomes `system`. If the template supports only one system message, the leading system messages are
+    joined, and later ones become user messages. If it supports none, the leading one also becomes a user message.
     """
     adapted = list(messages)
     if not traits.developer:
@@ -83,7 +83,7 @@ def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: Templ
 
 
 def joined_turns(messages: Sequence[Message]) -> list[Message]:
-    """Join consecutive user messages, and consecutive assistant messages, because some templates refuse them."""
+    """Join consecutive user messages, and consecutive assistant messages, which some templates do not accept."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -96,7 +96,7 @@ def joined_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Turn each content into a list of parts, for templates that do not accept plain text."""
+    """Convert each content to a list of parts, for templates that do not accept plain text."""
     return [
         {**each, "content": [{"type": "text", "text": each["content"]}] if each["content"] else []} for each in messages
     ]
@@ -127,7 +127,7 @@ def _with_calls_as_text(message: Message, traits: TemplateTraits) -> Message:
 
 
 def _call_text(function: Mapping[str, str]) -> str:
-    """Return a call as a JSON object. Its arguments stay exactly as the model wrote them."""
+    """Return a call as a JSON object. Its arguments remain exactly as the model wrote them."""
     return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}}}'
 
 

@@ -1,6 +1,6 @@
-"""Incremental decoding of one request's token ids. No character is split or held back forever. No torch here.
+"""Incremental decoding of one request's token ids. No character is split or held back forever.
 
-The window with a settled prefix comes from TGI and vLLM. Carousel adds the limit on the text that may be held back.
+The window with a settled prefix comes from TGI and vLLM. Carousel adds a limit on the text that may be held back.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from app.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A UTF-8 character has at most four bytes, and a visible token has at least one. Therefore an unfinished character
-# began at most three tokens ago.
+# A UTF-8 character has at most four bytes, and a visible token has at least one byte. Therefore, an unfinished
+# character began at most three tokens ago.
 MAX_UNFINISHED_TOKENS = 3
 MAX_WINDOW_TOKENS = 12
 
@@ -20,10 +20,10 @@ MAX_WINDOW_TOKENS = 12
 class Detokenizer:
     """Incremental decoding with bounded work per token.
 
-    The results of all `push` calls and of the final `flush` form the text of all ids, however the ids were grouped.
-    This holds exactly for byte-level tokenizers. A tokenizer with byte fallback replaces a whole run of byte tokens if
-    one byte is invalid, but characters that were returned already do not change. A token's text may depend on the token
-    before it, so the window keeps settled tokens, which are fully returned, before the unsettled ones:
+    The results of all `push` calls and the final `flush` form the text of all ids, regardless of how the ids were
+    grouped. This is exact for byte-level tokenizers. A tokenizer with byte fallback replaces a whole run of byte tokens
+    if one byte is invalid, but text that was already returned does not change. A token's text may depend on the
+    previous token, so the window contains settled tokens, whose text was returned, before the unsettled tokens:
 
         window   [ settled tokens                 | unsettled tokens ]
         text     [ returned: num_shown characters      |  held back  ]
@@ -49,7 +49,7 @@ class Detokenizer:
         self._num_shown = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Decode the next ids and return the new text that no later token can change."""
+        """Decode the next ids. Returns the new text that later tokens cannot change."""
         if len(token_ids) == 1:  # nearly always
             return "" if token_ids[0] in self._hidden else self._push_one(token_ids[0])
         return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._hidden])
@@ -64,7 +64,7 @@ class Detokenizer:
     def _push_one(self, token_id: int) -> str:
         if self._are_independent and self._num_settled == len(self._window):
             piece = self._tokenizer.token_text(token_id)
-            if piece and REPLACEMENT not in piece:  # whole characters, which do not depend on the neighbours
+            if piece and REPLACEMENT not in piece:  # only complete characters
                 self._window[:] = (token_id,)
                 self._num_settled, self._num_shown = 1, len(piece)
                 return piece
@@ -75,7 +75,7 @@ class Detokenizer:
             if piece or not text:
                 self._settle()
             else:
-                self._window.pop()  # a token without text must not push a visible neighbour out of the window
+                self._window.pop()  # a token without text must not displace a visible token from the window
             return piece
         piece = text[self._num_shown : self._end_of_certain_text(text)]
         self._num_shown += len(piece)
@@ -84,7 +84,7 @@ class Detokenizer:
         return piece
 
     def _end_of_certain_text(self, text: str) -> int:
-        """Return the end of the text that no later token can change. Unfinished characters come after it."""
+        """Return the end of the text that later tokens cannot change. Unfinished characters follow it."""
         if len(self._window) - self._num_settled <= MAX_UNFINISHED_TOKENS:
             return len(text.rstrip(REPLACEMENT))
         return len(text) - 1
@@ -99,8 +99,8 @@ class Detokenizer:
             self._num_shown = len(self._decode())
 
     def _cut(self, num_held: int) -> None:
-        """Shorten a window that does not settle. UTF-8 resynchronizes at the first byte of each character, so a window
-        that contains the whole unfinished character decodes to the same end as the longer window."""
+        """Shorten a window that does not settle. The shorter window decodes to the same ending if it includes the whole
+        unfinished character, because UTF-8 resynchronizes at the first byte of each character."""
         del self._window[: -(MAX_UNFINISHED_TOKENS + 1)]
         self._num_settled = 0
         self._num_shown = max(0, len(self._decode()) - num_held)
@@ -110,9 +110,9 @@ class Detokenizer:
 
 
 class TokenOffsets:
-    """Computes where each token's text begins in the text of all tokens, in characters.
+    """Computes the offset of each token's text within the whole text, in characters.
 
-    Tokens that together form one character share its offset.
+    Tokens that form one character together share its offset.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -120,7 +120,7 @@ class TokenOffsets:
         self._num_characters = 0
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Return the offsets of the next tokens, one for each."""
+        """Return the offset of each of the next tokens."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._num_characters)

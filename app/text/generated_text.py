@@ -1,4 +1,4 @@
-"""The text of one request: turns token deltas into text deltas."""
+"""The text of one request: converts token deltas to text deltas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.text.tokenizer import Tokenizer
 
 
 class TextDelta(Struct, gc=False):
-    """The text that one token delta adds. `num_tokens` includes hidden tokens (end of text, special tokens)."""
+    """The text that a token delta adds. `num_tokens` includes hidden tokens (end of text, special tokens)."""
 
     text: str
     num_tokens: int
@@ -26,16 +26,16 @@ class TextDelta(Struct, gc=False):
 
 
 def _sign(number: int) -> str:
-    """Return the lone surrogate, which never occurs in text, that represents a hidden token in the search."""
+    """Return a lone surrogate that represents a hidden token in the search. Surrogates never occur in text."""
     first_surrogate = 0xD800
     return chr(first_surrogate + number)
 
 
 class GeneratedText:
-    """Turns one request's tokens into text: decodes them, separates the reasoning, and ends the text at a stop string.
+    """Converts one request's tokens to text: decodes them, separates reasoning, and ends the text at a stop string.
 
-    A hidden special token still completes a stop string that contains it. Stop strings are ignored within the first
-    `min_tokens` tokens, and in reasoning.
+    A stop string may contain special tokens that are hidden. Stop strings are ignored within the first `min_tokens`
+    tokens and in reasoning.
     """
 
     __slots__ = (
@@ -55,22 +55,22 @@ class GeneratedText:
         include_stop: bool = False,
         reasoning: Reasoning | None = None,
     ) -> None:
-        """`stop_tokens` are the special tokens in the stop strings, as `Tokenizer.special_tokens_in` returns them.
+        """`stop_tokens` are the special tokens in the stop strings, as returned by `Tokenizer.special_tokens_in`.
 
-        `skip_special_tokens` does not hide `shown_token_ids`, nor the marks of `reasoning`. With `include_stop`, the
+        `skip_special_tokens` hides neither `shown_token_ids` nor the marks of `reasoning`. With `include_stop`, the
         text includes the stop string or stop token that ends it.
         """
         if reasoning is not None:
             shown_token_ids |= tokenizer.special_ids(reasoning.marks.special_texts)
         self._splitter = None if reasoning is None else ReasoningSplitter(reasoning)
-        self._num_undecided_tokens = 0  # tokens that may belong to the reasoning's first mark
+        self._num_undecided_tokens = 0  # tokens that may belong to the opening mark of reasoning
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, shown_token_ids=shown_token_ids
         )
         hidden = stop_tokens.keys() - shown_token_ids if skip_special_tokens else ()
         self._signs = {token_id: _sign(number) for number, token_id in enumerate(hidden)}
         self._unsigned = {ord(sign): "" for sign in self._signs.values()}
-        # Maps the form of each stop string that is searched for to the form that the client sent.
+        # Maps each stop string, in the form that is searched, to the form that the client sent.
         self._stop = {self._signed(text, stop_tokens): text for text in stop} | {text: text for text in stop}
         self._stop_strings = StopStrings(tuple(self._stop), is_shown=include_stop) if stop else None
         self._include_stop = include_stop
@@ -79,13 +79,13 @@ class GeneratedText:
 
     @property
     def may_end_itself(self) -> bool:
-        """Whether the text may end before the last delta, at a stop string."""
+        """Whether the text may end before the last delta because of a stop string."""
         return self._stop_strings is not None
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """Return the text that a delta adds. If it completes a stop string, the result ends the output with STOP.
+        """Return the text that a delta adds. If it completes a stop string, the result has the finish reason STOP.
 
-        Tokens after the stop string are neither shown nor counted. A stop token is counted, but its text is shown only
+        Tokens after the stop string are neither shown nor counted. A stop token is counted, but its text is only shown
         with `include_stop`.
         """
         if self._stop_strings is not None or self._splitter is not None:
@@ -110,7 +110,7 @@ class GeneratedText:
         return added
 
     def _add(self, text: str, added: TextDelta, *, num_tokens: int = 0, is_last: bool = False) -> None:
-        """Add the text of `num_tokens` tokens to `added`. With `is_last`, also add the text that was held back."""
+        """Add the text of `num_tokens` tokens to `added`. With `is_last`, also add text that was held back."""
         if self._splitter is not None:
             text = self._split(text, self._splitter, added, num_tokens=num_tokens, is_last=is_last)
         stop_strings = self._stop_strings
@@ -127,7 +127,7 @@ class GeneratedText:
     def _split(
         self, text: str, splitter: ReasoningSplitter, added: TextDelta, *, num_tokens: int, is_last: bool
     ) -> str:
-        """Move the reasoning into `added` and return the rest. Drops the splitter once the answer starts."""
+        """Add the reasoning to `added`, and return the rest of the text. Drops the splitter once the answer starts."""
         was_behind = splitter.phase is ReasoningPhase.BEHIND
         parts = [splitter.push(text), splitter.flush()] if is_last else [splitter.push(text)]
         self._num_undecided_tokens += num_tokens
@@ -140,7 +140,7 @@ class GeneratedText:
         return "".join(part.text for part in parts)
 
     def _signed(self, text: str, stop_tokens: Mapping[int, str]) -> str:
-        """Replace the text of each hidden token in a stop string by the token's lone surrogate."""
+        """Replace the text of each hidden token in a stop string with the token's lone surrogate."""
         for token_id in sorted(self._signs, key=lambda each: len(stop_tokens[each]), reverse=True):
             text = text.replace(stop_tokens[token_id], self._signs[token_id])
         return text

@@ -1,4 +1,4 @@
-"""Separates the reasoning that a model writes between two marks before its answer, while the text arrives."""
+"""Separates the reasoning that a model writes between two marks before its answer, as the text arrives."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ReasoningMarks:
 
     begin: str
     end: str
-    special_texts: tuple[str, ...]  # texts that may be special tokens in a model's vocabulary
+    special_texts: tuple[str, ...]  # texts that may be special tokens
 
     def are_open(self, text: str) -> bool:
-        """Return whether the last mark in a text begins reasoning that is not closed."""
+        """Return whether a text ends within reasoning: its last mark is an opening mark."""
         return text.rfind(self.begin) > text.rfind(self.end)
 
 
 MARKS = (
-    # Qwen 3 and 3.5, DeepSeek R1 and models trained from these, SmolLM 3, LFM2.5, Nemotron.
+    # Qwen 3 and 3.5, DeepSeek R1 and models derived from these, SmolLM 3, LFM2.5, Nemotron.
     ReasoningMarks("<think>", "</think>", ("<think>", "</think>")),
     # Mistral's Magistral and Ministral 3.
     ReasoningMarks("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
@@ -35,7 +35,7 @@ MARKS = (
 
 
 def marks_of(tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """Return the marks that occur in the model's chat template, or None if the model does not mark reasoning."""
+    """Return the marks in the model's chat template, or None if the model does not mark reasoning."""
     return next((marks for marks in MARKS if tokenizer.has_in_template(marks.end)), None)
 
 
@@ -48,9 +48,9 @@ class Reasoning:
 
 
 class ReasoningPhase(Enum):
-    """The part of the output that has been reached."""
+    """The current part of the output."""
 
-    BEFORE = auto()  # only white space so far, and perhaps a prefix of the first mark
+    BEFORE = auto()  # only white space so far, and perhaps a prefix of the opening mark
     INSIDE = auto()
     BEHIND = auto()  # after the closing mark, but before the answer's first character
     ANSWER = auto()
@@ -64,18 +64,18 @@ class SplitText(NamedTuple):
 
 
 class ReasoningSplitter:
-    """Separates the reasoning from the rest of one text. White space beside a mark is dropped with the mark.
+    """Separates the reasoning from the rest of one text. White space next to a mark is dropped with the mark.
 
-    The result does not depend on how the text was cut into pieces. Reasoning can only come first: marks within an
-    answer are plain text.
+    The result does not depend on how the text is divided into pieces. Reasoning must be at the start of the text: marks
+    within an answer are plain text.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
         self._marks = reasoning.marks
         self.phase = ReasoningPhase.INSIDE if reasoning.is_open else ReasoningPhase.BEFORE
         self.has_begun = reasoning.is_open
-        self._held = ""  # a possible prefix of a mark, with the white space before the first mark
-        self._blanks: list[str] = []  # white space, held back until more reasoning follows
+        self._held = ""  # a possible prefix of a mark, with white space before the opening mark
+        self._blanks: list[str] = []  # white space that is held back until more reasoning follows
         self._has_said = False
 
     def push(self, text: str) -> SplitText:
@@ -99,7 +99,7 @@ class ReasoningSplitter:
         return SplitText("", held)
 
     def _before(self, text: str) -> str:
-        """Return the text after the first mark, all text if it has no such mark, or "" while that is undecided."""
+        """Return the text after the opening mark, the whole text if there is no mark, or "" while this is undecided."""
         text, self._held = self._held + text, ""
         written = text.lstrip()
         if written.startswith(self._marks.begin) and len(text) - len(written) <= MAX_HELD_BLANKS:
@@ -123,7 +123,7 @@ class ReasoningSplitter:
         return self._said(said), ""
 
     def _said(self, text: str) -> str:
-        """Return reasoning without white space at its start. White space at its end is held back until more follows."""
+        """Return reasoning without leading white space. Trailing white space is held back until more text follows."""
         kept = text.strip() if not self._has_said else text.rstrip()
         if not kept:
             self._blanks.append(text)

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces. No tokens here."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from app.text.begun import partial_match_length
 class StopStrings:
     """Passes text through until a stop string is complete, then drops the stop string and all later text.
 
-    The stop string that is completed first wins; if two end at the same character, the longer one wins. Therefore the
-    result does not depend on how the text was cut into pieces. Text that may become a stop string is held back.
+    The stop string that is completed first wins, or the longer one if two end at the same character. The result
+    therefore does not depend on how the text is divided into pieces. Text that may become a stop string is held back.
     """
 
     def __init__(self, stop: Sequence[str], *, is_shown: bool = False) -> None:
-        """With `is_shown`, the stop string itself is passed through."""
+        """With `is_shown`, the stop string itself is also passed through."""
         self._stop = tuple(stop)
         self._firsts = frozenset(text[0] for text in stop)
         self._is_shown = is_shown
@@ -23,11 +23,11 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """Add a piece and return the new text that certainly precedes any stop string."""
+        """Add a piece. Returns the new text that cannot be part of a stop string."""
         if self.found is not None:
             return ""
         text, self._held = self._held + piece, ""
-        if self._firsts.isdisjoint(text):  # the usual case; its cost does not grow with the number of stop strings
+        if self._firsts.isdisjoint(text):  # the usual case, whose cost does not depend on the number of stop strings
             return text
         complete = [(at + len(stop), -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if complete:

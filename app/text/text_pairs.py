@@ -1,4 +1,4 @@
-"""Tokenizes texts and pairs of texts for encoders, with the special tokens that a model's tokenizer adds."""
+"""Tokenizes texts and pairs of texts for encoders, with the special tokens that the model's tokenizer adds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
-# How many characters are encoded at a time. The tokenizer's result occupies a hundred bytes per token, and freeing it
-# holds the interpreter lock.
+# The number of characters to encode in one call. The tokenizer's result uses a hundred bytes per token, and freeing it
+# blocks other threads, because it holds the interpreter lock.
 CHARACTERS_AT_ONCE = 65_536
 
 
@@ -20,13 +20,13 @@ class EncodedText(NamedTuple):
     """The tokens of one text or of a pair."""
 
     token_ids: tuple[int, ...]
-    second_at: int = 0  # index of the first token of the second type; 0 if there is none
+    second_at: int = 0  # index of the first token with the second token type; 0 if there is none
 
 
 class EncodedTexts:
-    """Encoded single texts, or pairs of texts. A first side with only one text is paired with every second text.
+    """Encoded single texts or pairs of texts. If the first side has only one text, it is paired with every second text.
 
-    Each text is encoded once. Until `encoded` is called, it occupies only four bytes per token.
+    Each text is encoded once. Until `encoded` is called, it uses only four bytes per token.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EncodedTexts:
         max_tokens: int | None = None,
         longest: int = 0,
     ) -> None:
-        """Encode one or two sides. The last side's texts are cut to `max_tokens`, or further to fit into `longest`."""
+        """Encode one or two sides. Cuts the last side's texts to `max_tokens`, or further to fit within `longest`."""
         self._forms = forms
         self._num_special = forms.backend.num_special_tokens_to_add(len(sides) == 2)
         *firsts, last = sides
@@ -47,7 +47,7 @@ class EncodedTexts:
         self._sides.append(_Side(forms.backend, last, room))
 
     def _room(self, firsts: Sequence[Sequence[array[int]]], max_tokens: int, longest: int, at: int) -> int:
-        """Return how many tokens to keep of text `at`. At 0 or less, all are kept, because the caller refuses it."""
+        """Return how many tokens of text `at` to keep. For 0 or less, all are kept, because the caller rejects it."""
         return min(max_tokens, longest - self._num_special - sum(len(_at(ids, at)) for ids in firsts))
 
     def __len__(self) -> int:
@@ -55,13 +55,13 @@ class EncodedTexts:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all texts or pairs, with special tokens. Computed without building them."""
+        """Number of tokens in all texts or pairs, including special tokens. Does not build them."""
         return sum(
             sum(map(len, side.ids)) * (len(self) if len(side.ids) == 1 else 1) for side in self._sides
         ) + self._num_special * len(self)
 
     def encoded(self) -> list[EncodedText]:
-        """Return the same tokens as transformers' `tokenizer(text)`, or `tokenizer(first, second)` for pairs."""
+        """Return the same tokens as transformers' `tokenizer(text)`, or as `tokenizer(first, second)` for pairs."""
         return [self._joined([_at(side.ids, at) for side in self._sides]) for at in range(len(self))]
 
     def _joined(self, texts: Sequence[array[int]]) -> EncodedText:
@@ -76,16 +76,16 @@ class EncodedTexts:
 
 
 class Forms:
-    """The special tokens that a model's tokenizer adds around texts, learned once by encoding sample texts."""
+    """The special tokens that a model's tokenizer adds around texts. Determined once by encoding sample texts."""
 
     def __init__(self, backend: Backend, *, has_types: bool) -> None:
-        """`has_types` says whether the tokenizer gives the tokens of a second text another type."""
+        """`has_types` is whether the tokenizer assigns another token type to the second text."""
         self.backend = backend
         self._has_types = has_types
         self._known: dict[tuple[bool, ...], list[_Part]] = {}
 
     def form(self, have_tokens: tuple[bool, ...], samples: Sequence[str]) -> list[_Part]:
-        """Return the form for texts with or without tokens (`have_tokens`), learned by encoding such `samples`."""
+        """Return the form for texts with or without tokens (`have_tokens`). `samples` are texts of this kind."""
         known = self._known.get(have_tokens)
         if known is None:
             known = self._known[have_tokens] = self._learned(samples)
@@ -102,11 +102,11 @@ class Forms:
 
 
 class _Part(NamedTuple):
-    """One part of a form: a special token, or a text."""
+    """One part of a form: a special token or a text."""
 
     token_id: int
-    text: int | None  # the index of the text; None for a special token
-    is_second: bool  # whether the tokenizer gives this part the second token type
+    text: int | None  # index of the text; None for a special token
+    is_second: bool  # whether this part has the second token type
 
 
 class _Side:
@@ -117,7 +117,7 @@ class _Side:
         self.samples: dict[bool, str] = {}  # the shortest text with tokens (True), and the shortest without (False)
         for text, encoding in zip(texts, _encodings(backend, texts), strict=True):
             most = 0 if room is None else room(len(self.ids))
-            # Slice, because `truncate` would keep the tokens that it cuts off, in one object per `most` tokens.
+            # Not with `truncate`, which would keep the removed tokens in further objects.
             ids = array("I", encoding.ids[:most] if most > 0 else encoding.ids)
             self.ids.append(ids)
             sample = self.samples.get(bool(ids))
@@ -126,7 +126,7 @@ class _Side:
 
 
 def _at(ids: Sequence[array[int]], number: int) -> array[int]:
-    """Return the ids of text `number`. A side with only one text returns it for every number."""
+    """Return the ids of text `number`, or of the only text if there is just one."""
     return ids[0 if len(ids) == 1 else number]
 
 

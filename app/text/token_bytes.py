@@ -1,4 +1,4 @@
-"""The UTF-8 bytes of each token. A token may begin or end within a character, so its text does not show its bytes."""
+"""The UTF-8 bytes of each token. A token may contain parts of characters, which its text does not show."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes:
     """Maps token ids to bytes. The concatenated bytes of an output's tokens are its text in UTF-8.
 
-    The only exception is the leading space that sentencepiece's decoders strip from a text.
+    The only exception is the leading space that sentencepiece decoders strip from a text.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         steps = list(_steps(backend))
-        # Whether every token's text is independent of its neighbours.
+        # Whether every token's text is independent of the neighbouring tokens.
         self.are_independent = [step["type"] for step in steps] == ["ByteLevel"]
         self._decode = _decoder_of(steps)
-        self._known: dict[int, bytes] = {}  # at most one entry for each token of the vocabulary
+        self._known: dict[int, bytes] = {}  # at most the vocabulary's size
 
     def __call__(self, token_id: int) -> bytes:
-        """Return the bytes of a token; b"" for an unknown id."""
+        """Return the bytes of a token, or b"" for an unknown id."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._of(token_id)
@@ -46,7 +46,7 @@ class TokenBytes:
 
 
 def _decoder_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
-    """Return a function that converts a token's text to bytes, or None if only the decoder itself can do so."""
+    """Return a function that converts a token's text to bytes, or None if only the decoder itself can do this."""
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _of_byte_level
@@ -68,7 +68,7 @@ def _decoder_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | 
 
 
 def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
-    """Yield the decoder's steps in the form of tokenizer.json."""
+    """Yield the decoder's steps as in tokenizer.json."""
     if backend.decoder is None:
         return
     described = json.loads(backend.decoder.__getstate__())
@@ -76,7 +76,7 @@ def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
 
 
 def _space_sign(step: Mapping[str, Any]) -> str:
-    """Return the text that this step replaces by a space, or "" for another kind of step."""
+    """Return the text that this step replaces with a space, or "" for another kind of step."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]:
@@ -89,7 +89,7 @@ def _of_byte_level(token: str) -> bytes:
 
 
 def _byte_symbols() -> dict[str, bytes]:
-    """Return GPT-2's symbols for the 256 bytes: printable bytes stand for themselves, others map to 256 and up."""
+    """Return GPT-2's symbols for the 256 bytes. Printable bytes represent themselves; others use 256 and up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     symbols = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,8 +1,8 @@
-"""The tokenizer of one model: encoding, chat template, decoding. No torch here.
+"""A model's tokenizer: encoding, chat template, decoding. Does not import torch.
 
-`AutoTokenizer` would import torch, which an ingress never loads. `tokenizer.json`, which every current model provides,
-loads without torch. transformers is imported only when a tokenizer is loaded, because the import takes 0.7 s and the
-process that builds the application needs no tokenizer.
+`AutoTokenizer` would import torch, which an ingress does not need. Every current model provides a `tokenizer.json`,
+which can be loaded without torch. transformers is imported when a tokenizer is loaded, because the import takes 0.7 s
+and the process that builds the application needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """The tokenizer of one model. Thread-safe, because the same input always produces the same result."""
+    """A model's tokenizer. Thread-safe, because the same input always produces the same result."""
 
     def __init__(self, pretrained: PreTrainedTokenizerFast) -> None:
         self._pretrained = pretrained
@@ -36,28 +36,25 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         of_special = [str(token.content) for token in added.values() if token.special]
         is_exact = not any(token.special and token.normalized for token in added.values())
-        # Finds any special token in a text. None if the tokenizer may normalize a text before it searches for tokens.
+        # Finds special tokens in a text. None if the tokenizer normalizes texts before searching them for tokens.
         self._special_text = re.compile("|".join(map(re.escape, of_special)) or "(?!)") if is_exact else None
         self._token_texts: dict[int, str] = {}
         self.token_bytes = TokenBytes(self._backend)
-        # A model's own tokenizer class may default to other names, but that class is not loaded here.
+        # The model's own tokenizer class, which may have other defaults, is not loaded.
         names = pretrained.init_kwargs.get("model_input_names") or ["token_type_ids"]
         self._forms = Forms(self._backend, has_types="token_type_ids" in names)
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
-        """Load a tokenizer from a folder or a hub id. Never runs code from the repository.
-
-        Raises InvalidSetup with the reason if no tokenizer can be loaded.
-        """
+        """Load a tokenizer from a folder or hub id, without running code from it. Raises InvalidSetup if this fails."""
         from transformers import PreTrainedTokenizerFast
 
         try:
             pretrained = PreTrainedTokenizerFast.from_pretrained(path, revision=revision, trust_remote_code=False)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InvalidSetup(
-                f"no tokenizer could be loaded from {path!r} ({_brief(error)}); "
-                f"the model's folder needs a tokenizer.json, as tokenizer.save_pretrained writes it"
+                f"the tokenizer could not be loaded from {path!r} ({_brief(error)}); "
+                f"the model's folder must contain a tokenizer.json, as written by tokenizer.save_pretrained"
             ) from error
         if not pretrained.chat_template:
             pretrained.chat_template = _template_of_processor(path, revision)
@@ -76,63 +73,61 @@ class Tokenizer:
         return text in str(self._pretrained.chat_template or "")
 
     def special_ids(self, texts: Collection[str]) -> frozenset[int]:
-        """Return the ids of those texts that are special tokens of this tokenizer."""
+        """Return the ids of those texts that are special tokens."""
         return frozenset(
             token_id for token_id in self.special_token_ids if self._backend.id_to_token(token_id) in texts
         )
 
     @cached_property
     def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of the special tokens that `add_special_tokens` adds (before a text, after a text)."""
+        """The ids of the special tokens that `add_special_tokens` adds, as (before a text, after a text)."""
         [encoding] = self._backend.encode_batch_fast(["a"], add_special_tokens=True)
         at = [index for index, text in enumerate(encoding.sequence_ids) if text is not None]
         return (tuple(encoding.ids[: at[0]]), tuple(encoding.ids[at[-1] + 1 :])) if at else ((), ())
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the special tokens that occur in these texts, as a dict from ids to texts."""
+        """Return the special tokens that occur in these texts. Maps ids to texts."""
         if self._special_text is not None and not any(map(self._special_text.search, texts)):
-            return {}  # the usual case; encoding is the slowest part of preparing a request's stop strings
+            return {}  # the usual case, without encoding, which is slow
         found = {token_id for token_ids in self.encode_all(texts) for token_id in token_ids}
         return {token_id: self.token_text(token_id) for token_id in sorted(found & self.special_token_ids)}
 
     def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Return the token ids of a text; with `add_special_tokens`, between the model's begin and end tokens.
+        """Return a text's token ids, including the model's begin and end tokens if `add_special_tokens` is set.
 
         Raises ContextTooLong if the text exceeds `max_tokens`, because listing millions of ids would block all threads.
         """
-        # Only the batch call releases the interpreter lock; the call for a single text holds it.
+        # The batch call is used because it releases the interpreter lock, unlike the call for a single text.
         try:
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError:  # the text is not valid UTF-8: a chat template decoded an escape in a call's arguments
+        except TypeError:  # not valid Unicode, because a chat template has decoded an escape in a call's arguments
             raise InvalidRequest(
-                r"the messages have half of a surrogate pair, such as \ud800, which is no character; leave such "
-                "escapes out of the arguments of tool calls",
+                r"the messages contain half of a surrogate pair, such as \ud800, which is not a character; remove such "
+                "escapes from the arguments of tool calls",
                 param="messages",
             ) from None
         if max_tokens is not None and len(encoding) > max_tokens:
-            raise ContextTooLong(
-                f"a text has {len(encoding):,} tokens; at most {max_tokens:,} are accepted; shorten it"
-            )
+            raise ContextTooLong(f"a text has {len(encoding):,} tokens; the limit is {max_tokens:,}; shorten it")
         return tuple(encoding.ids)
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the token ids of each short text, without begin and end tokens."""
+        """Return the token ids of several short texts, without begin and end tokens."""
         return [tuple(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def texts(self, texts: Sequence[str], *, max_tokens: int | None = None, longest: int = 0) -> EncodedTexts:
-        """Encode each text with the model's begin and end tokens; see `EncodedTexts`."""
+        """Encode texts with the model's begin and end tokens. See `EncodedTexts`."""
         return EncodedTexts(self._forms, texts, max_tokens=max_tokens, longest=longest)
 
     def pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], *, max_second: int | None = None, longest: int = 0
     ) -> EncodedTexts:
-        """Encode pairs for a model that reads two texts at once; see `EncodedTexts`."""
+        """Encode pairs for a model whose input is two texts. See `EncodedTexts`."""
         return EncodedTexts(self._forms, firsts, seconds, max_tokens=max_second, longest=longest)
 
     def count_up_to(self, text: str, max_tokens: int) -> int:
-        """Return the approximate number of a text's tokens, or any number above `max_tokens` if it has more.
+        """Return a text's approximate number of tokens, or some number above `max_tokens` if it has more.
 
-        The text is encoded in pieces. Each cut may split a token, so one token per piece is not counted.
+        The text is encoded in pieces. One token per piece is not counted, because each cut may split a token.
         """
         num_tokens = 0
         for start in range(0, len(text), CHARACTERS_AT_ONCE):
@@ -143,7 +138,7 @@ class Tokenizer:
         return num_tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
-        """Return the token ids of the prompt that `render_chat` writes with these options."""
+        """Return the token ids of the prompt that `render_chat` creates with these options."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
@@ -155,14 +150,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write a conversation as a prompt, with the model's chat template.
+        """Convert a conversation to a prompt with the model's chat template.
 
         With `continue_final_message`, the prompt ends within the last message. `template_variables` are extra variables
-        of the template, such as `enable_thinking`. `app.text.chat_messages` adapts parts that the template does not
-        support. The arguments of tool calls are passed as objects, or as the original JSON text if the template refuses
-        objects. Consecutive messages of one role are joined if the template refuses them.
+        for the template, such as `enable_thinking`. `app.text.chat_messages` adapts parts that the template does not
+        support. The arguments of tool calls are passed as objects, or as the original JSON text if the template does
+        not accept objects. Consecutive messages with the same role are joined if the template does not accept them.
 
-        Raises InvalidRequest if the model has no chat template or the template refuses the messages.
+        Raises InvalidRequest if the model has no chat template or the template does not accept the messages.
         """
         if not self._pretrained.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
@@ -170,7 +165,7 @@ class Tokenizer:
         taken = sorted(_reserved_variables() & variables.keys())
         if taken:
             raise InvalidRequest(
-                f"chat_template_kwargs may not set {', '.join(taken)}; leave it out", param="chat_template_kwargs"
+                f"chat_template_kwargs may not contain {', '.join(taken)}; remove it", param="chat_template_kwargs"
             )
         traits = self._template_traits
         whole = adapted(messages, tools or (), traits)
@@ -183,20 +178,20 @@ class Tokenizer:
         for attempt in _forms(whole):
             try:
                 return self._applied(attempt, **variables)
-            except Exception as error:  # a template may raise any exception, which the messages have caused
+            except Exception as error:  # a template may raise any exception
                 refusal = refusal or error
         raise InvalidRequest(
             f"the model's chat template does not accept these messages: {_brief(refusal)}", param="messages"
         ) from refusal
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Apply the chat template to exactly these messages. The template may raise any exception."""
+        """Apply the chat template to these messages without adapting them. The template may raise any exception."""
         copies = [dict(each) for each in (in_parts(messages) if self._takes_parts else messages)]
         return str(self._pretrained.apply_chat_template(copies, tokenize=False, **options))
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the chat template accepts contents only as lists of parts, as some templates for images do."""
+        """Whether the chat template only accepts contents that are lists of parts, like some templates with images."""
         word = "carousel"
 
         def shows(content: Any) -> bool:
@@ -210,7 +205,7 @@ class Tokenizer:
 
     @cached_property
     def _template_traits(self) -> TemplateTraits:
-        """The chat template's traits, detected by names in its text and by trial prompts with system messages."""
+        """The chat template's traits, detected from its text and from trial prompts with system messages."""
         word = "carousel"
         system, question = {"role": "system", "content": word}, {"role": "user", "content": "Hi"}
         other, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
@@ -234,27 +229,27 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of the ids. Unknown ids are skipped."""
+        """Return the text of the token ids. Unknown ids are skipped."""
         max_decoded_at_once = 1000  # decoding this many token ids takes a fraction of a millisecond
         if len(token_ids) <= max_decoded_at_once:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        # Only the batch call releases the interpreter lock; the call for a single list holds it.
+        # For long lists, the batch call is used because it releases the interpreter lock.
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself, even of a special token. The texts are cached."""
+        """Return the text of a single token, including special tokens. The texts are cached."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as the vocabulary writes it, or "" for an unknown id."""
+        """Return each token as it is written in the vocabulary, or "" for an unknown id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def description(self) -> dict[str, Any]:
-        """Return the special tokens and the chat template under the names that tokenizer_config.json uses."""
+        """Return the special tokens and the chat template, under the names of tokenizer_config.json."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
         return {
             "tokenizer_class": type(self._pretrained).__name__,
@@ -264,7 +259,7 @@ class Tokenizer:
 
 
 def _template_of_processor(path: str, revision: str | None) -> str | None:
-    """Return the chat template from an image processor's separate file, or None if the model has no such file.
+    """Return the chat template from an image processor's separate file, or None if there is no such file.
 
     Raises InvalidSetup if the file cannot be read.
     """
@@ -276,14 +271,14 @@ def _template_of_processor(path: str, revision: str | None) -> str | None:
         return None if file is None else str(json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidSetup(
-            f"{path!r}: {name} should be an object with the template as chat_template; reading it raised "
+            f"{path!r}: {name} must contain an object with the template as chat_template; reading it raised "
             f"{type(error).__name__}: {_brief(error)}"
         ) from error
 
 
 @cache
 def _reserved_variables() -> frozenset[str]:
-    """Return the template variables that a request may not set, because `apply_chat_template` uses their names."""
+    """Return the template variables that requests may not set, because `apply_chat_template` uses these names."""
     from transformers import PreTrainedTokenizerFast
 
     own = {"messages", "conversations", "generation_indices", "return_generation_indices"}
@@ -291,7 +286,7 @@ def _reserved_variables() -> frozenset[str]:
 
 
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Yield the messages in the forms that templates are known to accept, the most common form first."""
+    """Yield the messages in the different forms that templates accept, with the most common form first."""
     joined = joined_turns(messages)
     for each in [messages] if len(joined) == len(messages) else [messages, joined]:
         if any(message.get("tool_calls") for message in each):
@@ -300,7 +295,7 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[s
 
 
 def _with_argument_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Parse the arguments of tool calls in the messages, if they are JSON objects."""
+    """Parse the arguments of tool calls in the messages if they are JSON objects."""
     return [
         {**message, "tool_calls": [_with_argument_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -319,6 +314,6 @@ def _with_argument_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _brief(error: Exception | None) -> str:
-    """Return the first line of an error's message, at most 200 characters."""
+    """Return the first line of an error's message, up to 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -1,8 +1,8 @@
 """Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
 
-The run starts its own engines: on the cluster of its Ray job (`ray job submit --working-dir . -- python -m
-deployments.bulk ...`), or else on a local cluster that it starts. Mistakes in the arguments are reported before Ray is
-imported. A run that was killed at any moment can be resumed with --resume.
+A run starts its own engines. In a Ray job (`ray job submit --working-dir . -- python -m deployments.bulk ...`), they
+run on the job's cluster, and otherwise on a new local cluster. Mistakes in the arguments are reported before Ray is
+imported. A run can be resumed with --resume, even if it was killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS_FAILED = 3  # the exit status if all rows failed or, with --fail-on-row-err
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit status: 0, ROWS_FAILED, 1 after an error, or INTERRUPTED after Ctrl-C."""
+    """Run the command. Returns the exit status: 0, ROWS_FAILED, 1 after an error, or INTERRUPTED after Ctrl-C."""
     try:
         options = read_options(arguments)
         summary = _run(options)
@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error.message, file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
-        print("Stopped. The results so far are stored. Resume the run with --resume.", file=sys.stderr, flush=True)
+        print("Stopped. The results so far have been saved. Use --resume to continue.", file=sys.stderr, flush=True)
         return INTERRUPTED
     print(f"{summary}\nThe results are in {options.output / OUTPUTS[options.output_format]}", flush=True)
     return ROWS_FAILED if summary.failed and (options.fail_on_row_errors or not summary.ok) else 0
 
 
 def _run(options: Options) -> Summary:
-    """Run the job and return its summary. A finished run is not computed again. Raises InvalidSetup or Failure."""
+    """Run the job and return its summary. A finished run is not repeated. Raises InvalidSetup or Failure."""
     found = look_through(find_files(options.input), options.rows)
     run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
     finished = finished_summary(options.output, run) if options.resume else None
@@ -54,12 +54,12 @@ def _run(options: Options) -> Summary:
 
 
 def _set_environment(*, is_local_model: bool) -> None:
-    """Set environment variables for Ray and the model hub. Variables that the caller has set are not changed."""
+    """Set environment variables for Ray and the model hub, except those that are already set."""
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a reader that outlives a failed job would start another cluster
     }
-    if "RAY_ADDRESS" not in os.environ:  # a cluster on this machine alone, see deployments/launcher/supervisor.py
+    if "RAY_ADDRESS" not in os.environ:  # for a local cluster, see deployments/launcher/supervisor.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if is_local_model:
         defaults["HF_HUB_OFFLINE"] = "1"

@@ -1,7 +1,7 @@
 """Runs many items on one engine, in a thread that steps the engine.
 
-`AsyncEngine` wakes a task for every token of every request, because streams need it. A bulk run streams nothing: an
-item is handed over when it has ended. The loop is the one of `benchmarks.engine.throughput`.
+For streaming, `AsyncEngine` wakes a task for every token of every request. A bulk run does not stream: an item is
+handed over once it is complete. `benchmarks.engine.throughput` uses the same loop.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedItem:
-    """An item with its tokenized requests, ready for an engine. Only an item whose text is generated resumes."""
+    """An item with its tokenized requests, ready for an engine."""
 
     number: int
     id: str
-    requests: tuple[Request, ...]  # several only if the text is made of numbers
+    requests: tuple[Request, ...]  # exactly one if the text is generated
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop: bool = False
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens in `stop`: token id to text
-    # Makes the item's text from the numbers of each request: a vector, scores of labels, or log-probabilities of named
-    # tokens. Raises Failure for wrong numbers. None: the text is generated.
+    # Converts the numbers that each request produces (a vector, scores of labels, or log-probabilities of given tokens)
+    # to the item's text. Raises Failure for invalid numbers. None means that the text is generated.
     text_of_numbers: Callable[[Sequence[Any]], str] | None = None
 
     @property
@@ -48,32 +48,31 @@ class PreparedItem:
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     def continued_after(self, token_ids: tuple[int, ...]) -> PreparedItem:
-        """Return a copy of the item that resumes after these output tokens."""
+        """Return a copy that resumes after these output tokens. Only items with generated text can resume."""
         if not token_ids:
             return self
         [request] = self.requests
         return replace(self, requests=(replace(request, generated_token_ids=token_ids),))
 
     def failed(self, reason: str) -> ItemOutput:
-        """Return the output of this item for an error: it has a reason and no text."""
         return ItemOutput(number=self.number, id=self.id, prompt_tokens=self.num_prompt_tokens, error=reason)
 
 
 class EngineWorker:
-    """One engine, the thread that steps it, and the items that it computes."""
+    """One engine, the thread that steps it, and the items that it is computing."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, matchers: Matchers) -> None:
-        """Start the thread. No other code may use the engine afterwards. `close` closes `matchers` as well."""
+        """Start the thread. No other code may use the engine from now on. `close` also closes `matchers`."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._matchers = matchers
-        # The answers by the ids of their requests that have not ended. `_changed` guards this field and all below.
-        self._answers: dict[str, _Answer] = {}
+        # `_changed` guards this field and all following fields.
+        self._answers: dict[str, _Answer] = {}  # by the id of each unfinished request
         self._entering: list[_Answer] = []
         self._ended: list[_Answer] = []
         self._begun: list[int] = []
         self._num_tokens = 0
-        self._num_open = 0  # requests of the items that `collect` has not returned
+        self._num_open = 0  # requests of the items that `collect` has not returned yet
         self._num_ended = 0  # requests of the items in `_ended`
         self._wanted = 1
         self._failure: str | None = None
@@ -84,17 +83,17 @@ class EngineWorker:
 
     def add(self, items: Sequence[PreparedItem]) -> None:
         """Check items, compile their grammars and queue them. `collect` returns each item exactly once."""
-        answers = [self._checked(item) for item in items]  # in the caller's thread, so that steps do not wait
+        answers = [self._checked(item) for item in items]  # in the caller's thread, so that the engine does not wait
         with self._changed:
             self._entering.extend(answers)
             self._num_open += sum(item.num_requests for item in items)
             self._changed.notify_all()
 
     def collect(self, *, at_least: int, within_s: float) -> EngineOutput:
-        """Wait until items with `at_least` requests, or all items, have ended, or the time is over. Return these items.
+        """Wait until items with `at_least` requests in total or all items have ended, for at most `within_s`.
 
-        Raises:
-            EngineStopped: the engine failed with every item that it had, and cannot be used any more.
+        Returns the ended items and the progress of the other items since the last call. Raises EngineStopped if the
+        engine has failed. All of its items are then lost.
         """
         with self._changed:
             self._wanted = at_least
@@ -107,12 +106,12 @@ class EngineWorker:
             news = {answer.item.number: token_ids for answer in self._answers.values() if (token_ids := answer.news())}
             self._num_open -= self._num_ended
             self._num_ended = 0
-        # The caller's thread decodes the texts, so that the engine's thread computes the next steps meanwhile.
+        # The texts are decoded in the caller's thread, so that the engine's thread can continue with the next steps.
         outputs = tuple(answer.output(self._tokenizer) for answer in ended)
         return EngineOutput(outputs=outputs, begun=tuple(begun), token_ids=news, num_tokens=num_tokens)
 
     def close(self) -> None:
-        """Stop after the current step. Items that have not ended are dropped."""
+        """Stop after the current step. Unfinished items are dropped."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -143,7 +142,7 @@ class EngineWorker:
                 deltas = self._engine.step() if self._engine.idle_s == 0.0 else []
                 with self._changed:
                     self._book(deltas)
-        except Exception as error:  # the device fails; the pool gives the items to other engines
+        except Exception as error:  # for example, the device has failed; the pool sends the items to other engines
             num_items = len(set(self._answers.values()))
             logger.error("the engine failed with %d items: %s", num_items, traceback_of(error))
             with self._changed:
@@ -151,7 +150,7 @@ class EngineWorker:
                 self._changed.notify_all()
 
     def _next_answers(self) -> list[_Answer] | None:
-        """Block while the engine has no work, then return the items that were added. Return None to stop the thread."""
+        """Block while the engine has no work, then return the new items. Returns None if the thread should stop."""
         with self._changed:
             while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
                 self._changed.wait(idle_s)
@@ -174,10 +173,10 @@ class EngineWorker:
                 self._end(answer)
 
     def _book(self, deltas: Sequence[TokenDelta]) -> None:
-        """Record the deltas of a step. The caller holds `_changed`, so that `collect` sees all deltas or none."""
+        """Record a step's deltas. The caller must hold `_changed`, so that `collect` returns all of them or none."""
         for delta in deltas:
             answer = self._answers.get(delta.request_id)
-            if answer is None:  # another request of the item has failed in this step
+            if answer is None:  # the item has ended, because another of its requests failed in this step
                 continue
             self._num_tokens += len(delta.token_ids)
             if not answer.has_begun:
@@ -191,7 +190,7 @@ class EngineWorker:
             self._changed.notify_all()
 
     def _end(self, answer: _Answer) -> None:
-        """Hand an answer over and abort its unfinished requests. The engine is unaware of stop strings and items."""
+        """Hand over an answer and abort its other requests. The engine itself is unaware of stop strings and items."""
         self._ended.append(answer)
         self._num_ended += answer.item.num_requests
         for request in answer.item.requests:
@@ -200,11 +199,11 @@ class EngineWorker:
 
 
 class _Answer:
-    """The output of one item. Tokens are decoded at the end, or on arrival if the item has stop strings."""
+    """The output of one item. Tokens are decoded at the end, or as they arrive if the item has stop strings."""
 
     def __init__(self, item: PreparedItem, tokenizer: Tokenizer) -> None:
         self.item = item
-        self.matchers: Sequence[Matcher | None] = ()  # of the requests; empty if the engine refuses the item
+        self.matchers: Sequence[Matcher | None] = ()  # one per request; empty if the item is invalid
         self.has_begun = False
         self.is_ended = False
         self._token_ids: list[int] = []
@@ -216,7 +215,7 @@ class _Answer:
         self._num_open = len(item.requests)
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
-        if item.requests[0].generated_token_ids:  # generated by an engine that was lost
+        if item.requests[0].generated_token_ids:  # generated by another engine before it was lost
             self._take(TokenDelta(item.requests[0].request_id, item.requests[0].generated_token_ids))
 
     def push(self, delta: TokenDelta) -> None:
@@ -231,7 +230,7 @@ class _Answer:
         self.is_ended = self._finish_reason is not None
 
     def news(self) -> tuple[int, ...]:
-        """Return the tokens since the last call."""
+        """Return the tokens that were added since the last call."""
         news = tuple(self._token_ids[self._num_reported :])
         self._num_reported += len(news)
         return news
@@ -265,10 +264,10 @@ class _Answer:
     def output(self, tokenizer: Tokenizer) -> ItemOutput:
         if self._error is not None:
             return self.item.failed(self._error)
-        assert self._finish_reason is not None, "an item without an error ends with a reason"
+        assert self._finish_reason is not None, "an item that ends without an error has a finish reason"
         try:
             text = self._text(tokenizer)
-        except Failure as error:  # the model gave wrong numbers
+        except Failure as error:  # the model produced invalid numbers
             return self.item.failed(error.message)
         return ItemOutput(
             number=self.item.number,

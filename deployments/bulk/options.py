@@ -1,4 +1,4 @@
-"""Parses the command line of a bulk run. No Ray here, so that mistakes are reported at once."""
+"""Parses the command line of a bulk run. Does not import Ray, so that mistakes are reported immediately."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Options:
         return all(map(is_local, self.served.engine.model_paths.values()))
 
     def description(self) -> dict[str, Any]:
-        """Return the settings that determine the answers. A resumed run may only change others, such as --engines."""
+        """Return the settings that determine the answers. They must not change when a run is resumed."""
         return _model_of(self.served) | asdict(self.rows) | {"format": self.output_format}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
-    """Parse the command line. Raises InvalidSetup for mistakes in the config; argparse exits with 2 for all others."""
+    """Parse the command line. Raises InvalidSetup for mistakes in the config; argparse exits with 2 for others."""
     given = _parser().parse_args(arguments)
-    # Use no cache tiers: rows rarely repeat, so their KV blocks would be written to a tier and never read again.
+    # Cache tiers are disabled because rows rarely repeat, so KV blocks would be written to a tier but never read again.
     served = _served(given.config, given.model).with_setting("engine.cache.tiers", ())
     if given.engines is not None:
         served = served.with_setting("replicas.num_replicas", given.engines)
@@ -71,7 +71,7 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
         | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
         | ({} if served.pooling == "auto" else {"pooling": served.pooling})
         | {
-            "through": "pool",  # lets runs of earlier versions, which stored this field, be resumed
+            "through": "pool",  # earlier versions stored this field; their runs can be resumed
             "model": model.path,
             "model_name": served.name,
             "revision": model.revision,
@@ -84,21 +84,21 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel bulk", description="Answer every row of some files.")
     parser.add_argument(
-        "--input", required=True, metavar="FILE", help="JSONL, CSV or Parquet: a file, folder, glob, URI"
+        "--input", required=True, metavar="FILE", help="JSONL, CSV or Parquet: a file, folder, glob or URI"
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder for this run alone")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder for this run")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="format of the results")
     parser.add_argument("--model", metavar="MODEL", help="the name of a model in --config, a folder, or a hub id")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file for the model and its engines")
-    parser.add_argument("--engines", type=positive, metavar="N", help="number of engines (the config's num_replicas)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file with the model's settings")
+    parser.add_argument("--engines", type=positive, metavar="N", help="number of engines; default: num_replicas")
     columns = parser.add_mutually_exclusive_group()
-    columns.add_argument("--prompt-column", metavar="NAME", help="column with a prompt, as for /v1/completions")
-    columns.add_argument("--messages-column", metavar="NAME", help="column with a list of messages or a user's text")
+    columns.add_argument("--prompt-column", metavar="NAME", help="column with prompts, as for /v1/completions")
+    columns.add_argument("--messages-column", metavar="NAME", help="column with lists of messages or users' texts")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="for rows without max_tokens")
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="for rows without one; 0 is greedy")
-    parser.add_argument("--resume", action="store_true", help="resume a run that was interrupted")
+    parser.add_argument("--resume", action="store_true", help="resume an interrupted run")
     parser.add_argument(
-        "--fail-on-row-errors", action="store_true", help="exit with 3 if any row failed, not only if all rows did"
+        "--fail-on-row-errors", action="store_true", help="exit with 3 if any row failed, not only if all failed"
     )
     return parser
 
@@ -109,7 +109,7 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
     found = [("models[0]", parse({}).models[0])] if config is None else read_serve_file(config).models
     models = {served.name: (where, served) for where, served in found}
     if model is None and len(models) > 1:
-        raise InvalidSetup(f"{config}: has the models {', '.join(models)}; choose one with --model")
+        raise InvalidSetup(f"{config}: defines several models ({', '.join(models)}); choose one with --model")
     where, served = models.get(model or "", found[0])
     if model is not None and model not in models:
         served = served.with_setting("name", model).with_setting("engine.model.path", named_model(model))

@@ -1,4 +1,4 @@
-"""The input as a stream of prepared rows. Ray Data reads and tokenizes the rows in processes beside the engines."""
+"""The input as a stream of prepared rows. Ray Data reads and tokenizes the rows in separate processes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from deployments.serve.settings import pooling_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """The settings that turn rows into requests, sent to every process that prepares rows."""
+    """The settings for preparing rows. Sent to every process that prepares them."""
 
     served: ServedModelConfig
     tokenizer_path: str
-    model_info: Any  # Ray reference to the `ModelInfo` of an engine that may still be loading
+    model_info: Any  # Ray reference to the `ModelInfo` of an engine, which may still be loading
     rows: RowSettings
 
 
 def prepared_items(
     found: InputRows, ended: ItemSet, how: Preparation
 ) -> Generator[list[PreparedItem | InvalidItem], None, None]:
-    """Yield batches of the items that are not in `ended`, roughly in order. An item that cannot run is an InvalidItem.
+    """Yield the items that are not in `ended`, in batches and roughly in order. Items that cannot run are InvalidItems.
 
-    An item may be yielded twice if a process died. No item is left out unless an input file has changed.
+    An item may be yielded twice if a process dies. Items are only missing if an input file has changed.
     """
     open_pieces = [piece for piece in found.pieces if not ended.has_all(piece.first_number, piece.num_rows)]
     context = ray.data.DataContext.get_current()
@@ -57,32 +57,32 @@ def prepared_items(
         batch_size=1,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
-        num_cpus=0,  # reserves nothing: engines that fill the cluster would otherwise block their own input
+        num_cpus=0,  # no reservation, because the engines may have reserved all CPUs
     )
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray Data also raises its errors here
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the logged errors are also raised here
     for batch in prepared.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
         yield list(batch["prepared"])
 
 
 def max_preparers() -> int:
-    """Return the largest number of processes that tokenize."""
-    cpus_per_preparer = 8  # CPUs of the cluster; one process tokenizes some thousand rows a second
+    """Return the maximum number of processes that prepare rows."""
+    cpus_per_preparer = 8  # of the cluster's CPUs; one process prepares a few thousand rows per second
     return 1 + int(ray.cluster_resources().get("CPU", 1)) // cpus_per_preparer
 
 
 class ItemPreparer:
-    """Reads pieces of the input and tokenizes their rows, in one process of Ray Data's actor pool."""
+    """Reads pieces of the input and tokenizes their rows. Runs in a process of Ray Data's actor pool."""
 
     def __init__(self, how: Preparation, pieces: Sequence[InputPiece], ended: bytes) -> None:
         self._how = how
         self._pieces = pieces
         self._ended = ItemSet.from_bytes(ended)
-        self._handler: RequestHandler | None = None  # created on first use: this process starts beside the engines
+        self._handler: RequestHandler | None = None  # created on first use, because engines may still be loading
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         try:
             handler = self._handler = self._handler or self._load()
-        except RayError:  # the engine that loads the model info died; the next pass asks another engine
+        except RayError:  # the engine has died; the next pass uses another engine's model info
             return
         items_in_a_piece = 128
         for number in batch["id"]:
@@ -94,9 +94,8 @@ class ItemPreparer:
                 yield {"prepared": column}
 
     def _load(self) -> RequestHandler:
-        """Create the handler. Raises RayError if the engine that loads the model info has died."""
+        """Create the handler. Raises RayError if the engine that provides the model info has died."""
         served = self._how.served
-        # The engine still loads while this process loads the tokenizer.
         tokenizer = Tokenizer.load(self._how.tokenizer_path, served.engine.model.revision)
         model_info: ModelInfo = ray.get(self._how.model_info)
         model = ServedModel(
@@ -115,14 +114,11 @@ async def _prepared(items: Iterable[Item | InvalidItem], handler: RequestHandler
 
 
 def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
-    raise AssertionError("this process only prepares rows; the engines compute them")
-
-
-# Items as engine requests. An item has the meaning of the equal request over HTTP.
+    raise AssertionError("this process only prepares rows and has no engine")
 
 
 async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
-    """Check and tokenize an item of a bulk run. The `reason` of an InvalidItem is the API's error message."""
+    """Validate and tokenize an item, like the same request over HTTP. An InvalidItem's reason is the API's error."""
     prepared = await handler.prepare_bulk_item(item.url, item.body)
     if isinstance(prepared, ItemResponse):
         return InvalidItem(number=item.number, id=item.id, reason=str(prepared.body["error"]["message"])[:1000])

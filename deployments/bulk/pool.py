@@ -1,8 +1,8 @@
 """Runs several engines on a backlog of items, and replaces engines that die.
 
-Each engine always has one call in flight, which passes new items to it and returns items that have ended. An engine
-holds three times as many items as it can run at once, so that it never idles until the next call. Items never wait for
-one another. docs/design/jobs.md explains why items are not sent in blocks of Ray Data, as `map_batches` would do.
+Each engine always has one call in flight, which sends it new items and returns ended ones. An engine is given three
+times as many requests as it can run concurrently, so that it does not run idle before the next call. Items never wait
+for each other. docs/design/jobs.md explains why Ray Data's `map_batches`, which sends items in blocks, is not used.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class EnginePool(Executor[PreparedItem]):
-    """Computes the items of a run on engines of its own."""
+    """Computes the items of a run on its own engines."""
 
     def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
-        """Run one engine for each replica of `served`. Items resume after the tokens that `partial` stores for them."""
+        """Run one engine for each replica of `served`. `partial` stores tokens after which items resume."""
         super().__init__(run)
         self._served = served
         self._threads = [served.engine.model.num_threads] * self._size * served.replicas.tensor_parallel
@@ -63,17 +63,17 @@ class EnginePool(Executor[PreparedItem]):
         return self._served.replicas.num_replicas
 
     async def model_info(self) -> Any:
-        """Return a Ray reference to an engine's `ModelInfo`. The engine may still be loading."""
+        """Return a Ray reference to the `ModelInfo` of an engine, which may still be loading."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._model_info is not None)
         return self._model_info
 
     async def _work(self, number: int) -> None:
-        """Run one engine until no item is left, and replace it whenever it dies.
+        """Run one engine until no items are left, and replace it whenever it dies.
 
         Raises:
             InvalidSetup: the model cannot be loaded.
-            Failure: engines die one after the other without finishing any item.
+            Failure: several engines in a row have died without finishing an item.
         """
         while not self._is_over:
             actor = self._start()
@@ -93,7 +93,7 @@ class EnginePool(Executor[PreparedItem]):
         replicas = self._served.replicas
         remote = ray.remote(EngineActor).options(
             num_cpus=replicas.reserved_cpus, num_gpus=replicas.reserved_gpus, max_restarts=0, max_task_retries=0,
-            scheduling_strategy="SPREAD",  # Ray's default fills one machine first
+            scheduling_strategy="SPREAD",  # by default, Ray would fill one machine first
         )  # fmt: skip
         return remote.remote(self._served.engine, self._threads, replicas)
 
@@ -121,11 +121,11 @@ class EnginePool(Executor[PreparedItem]):
                 if self._is_over:
                     return
             room = self._window - self._backlog.num_requests_on(number)
-            if len(self._backlog.items_on(number)) < 2:  # the next item is there before the end of a large item
+            if len(self._backlog.items_on(number)) < 2:  # send the next item before a large item ends
                 room = max(room, 1)
             items = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if items:
-                await self.has_changed()  # the backlog has room again, so the reader can continue
+                await self.has_changed()  # the reader can continue, because the backlog has room again
             call = actor.exchange.remote(
                 [item.continued_after(self._partial.token_ids(item.number)) for item in items],
                 self._window // 3,
@@ -153,7 +153,7 @@ class EnginePool(Executor[PreparedItem]):
     def _lose(self, number: int, error: Exception) -> None:
         self._num_deaths_in_a_row += 1
         num_items = len(self._backlog.items_on(number))
-        logger.warning("engine %d is lost; its %d items return to the backlog: %s", number, num_items, reason(error))
+        logger.warning("engine %d was lost; its %d items return to the backlog: %s", number, num_items, reason(error))
         loss = self._backlog.lose(number)
         self._run.lost(loss)
         if loss.given_up:
@@ -161,24 +161,24 @@ class EnginePool(Executor[PreparedItem]):
         max_deaths_in_a_row = 8
         if self._num_deaths_in_a_row > max_deaths_in_a_row:
             raise Failure(
-                f"{self._num_deaths_in_a_row} engines died one after the other and finished no item; the last error: "
-                f"{reason(error)}. The results so far are stored: repair the cause, then resume with --resume"
+                f"{self._num_deaths_in_a_row} engines in a row died without finishing an item; the last error: "
+                f"{reason(error)}. The results so far have been saved: fix the cause, then resume with --resume"
             )
 
 
 class EngineActor:
-    """A Ray actor that runs one engine in its own process. The caller repeats `exchange` to pass items in and out.
+    """A Ray actor that runs one engine in its own process. The caller calls `exchange` repeatedly.
 
-    If the actor dies, the items that it has not returned are lost, and the caller sends them to another actor.
+    If the actor dies, the caller must send the items that have not been returned to another actor.
     """
 
     def __init__(self, config: EngineConfig, threads: AskedThreads, replicas: ReplicasConfig = ONE_DEVICE) -> None:
-        """`threads` lists the thread counts of all engines in the run, including this one."""
+        """`threads` lists `model.num_threads` for every rank of every engine in the run, including this engine."""
         self._config, self._threads, self._replicas = config, threads, replicas
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelInfo:
-        """Load the model. Raises InvalidSetup, which Ray would report as a dead actor if `__init__` raised it."""
+        """Load the model. Raises InvalidSetup. If `__init__` raised it, Ray would only report a dead actor."""
         config = with_threads(self._config, self._threads, num_ranks=self._replicas.tensor_parallel)
         keep_near(self._threads, self._replicas)
         engine = build_sync_engine(config, self._replicas)
@@ -190,7 +190,7 @@ class EngineActor:
         return engine.model_info
 
     def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:
-        """Add items, and return the progress from `EngineWorker.collect`. Raises EngineStopped."""
+        """Add items, and return ended items and progress. See `EngineWorker.collect`. Raises EngineStopped."""
         assert self._worker is not None, "`load` must be called before `exchange`"
         self._worker.add(items)
         return self._worker.collect(at_least=at_least, within_s=within_s)

@@ -1,4 +1,4 @@
-"""Performs a bulk run on its own engines: Ray Data reads the input, and an `EnginePool` computes the items."""
+"""Performs a bulk run: Ray Data reads the input, and an `EnginePool` computes the items."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deployments.launcher.own_cluster import start_own_cluster
 
 
 def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, served: ServedModelConfig) -> Summary:
-    """Answer every row, write the output and return the summary.
+    """Answer every row, write the output, and return the summary.
 
     Raises:
         InvalidSetup: the model cannot be loaded, or the cluster has too few GPUs.
@@ -75,7 +75,7 @@ def _until_it_breaks(
 
 
 def _join_or_start_ray(replicas: ReplicasConfig) -> None:
-    """Join the cluster that RAY_ADDRESS names (as in Ray jobs), or start one. Raises InvalidSetup for too few GPUs."""
+    """Connect to the cluster in RAY_ADDRESS (set in Ray jobs), or start one. Raises InvalidSetup for too few GPUs."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:
@@ -83,6 +83,6 @@ def _join_or_start_ray(replicas: ReplicasConfig) -> None:
     found = ray.cluster_resources().get("GPU", 0)
     if found < replicas.reserved_gpus:
         raise InvalidSetup(
-            f"an engine needs {replicas.reserved_gpus:g} GPUs and the cluster has {found:g}; see replicas.num_gpus and "
-            f"replicas.tensor_parallel"
+            f"an engine needs {replicas.reserved_gpus:g} GPUs, but the cluster has {found:g}; lower replicas.num_gpus "
+            f"or replicas.tensor_parallel"
         )

@@ -1,4 +1,4 @@
-"""Write Grafana's boards, and Prometheus' rules and alerts, to the package's folder or another one."""
+"""Write Grafana boards, and Prometheus rules and alerts, to this package's folder or another folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 
 def files() -> dict[str, str]:
-    """Return the content of all files by name."""
+    """Return the contents of all files by name."""
     boards = {f"{board.name}.json": json.dumps(board.as_json(), indent=1) + "\n" for board in BOARDS}
     return boards | {
         "rules.yaml": "# Written by python -m deployments.dashboards\n"
@@ -25,7 +25,7 @@ def files() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deployments.dashboards", description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the files (this package's)")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the files (default: this package)")
     folder: Path = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files().items():

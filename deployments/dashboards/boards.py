@@ -1,4 +1,4 @@
-"""Defines the Grafana boards and the Prometheus queries of their panels. `app/metrics` defines the metrics."""
+"""Defines the Grafana boards and their panels' Prometheus queries. The metrics are defined in `app/metrics`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _COLUMNS = 24  # the width of Grafana's grid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A panel: either a tile with the current number, or lines over time."""
+    """A panel: a tile with the current value, or lines over time."""
 
     title: str
     queries: Sequence[tuple[str, str]]  # (PromQL, legend)
-    unit: str = "short"  # as Grafana names it
+    unit: str = "short"  # Grafana's name of the unit
     is_tile: bool = False
-    red_below: float | None = None  # the value below which a tile turns red
+    red_below: float | None = None  # a tile is red below this value
     width: int = 8
 
     def as_json(self, number: int, x: int, y: int) -> Json:
-        """Return the panel's JSON for Grafana. x, y: its column and row in the grid."""
+        """Return the panel's JSON for Grafana. `x` and `y` are its column and row in the grid."""
         height = 4 if self.is_tile else 8
         steps: list[Json] = [{"color": "green", "value": None}]
         if self.red_below is not None:
@@ -49,9 +49,9 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """A dashboard, whose panels fill rows from left to right."""
+    """A dashboard. Its panels fill rows from left to right."""
 
-    name: str  # the file's name without .json
+    name: str  # the file name without .json
     title: str
     panels: Sequence[Panel]
 
@@ -94,12 +94,12 @@ _VARIABLES: list[Json] = [
 
 
 def _rate(metric: str, by: str = "", more: str = "") -> str:
-    """Return PromQL for a counter's rate, summed over all series. by: labels to keep. more: further label matchers."""
+    """Return PromQL for a counter's summed rate. `by` lists labels to keep, and `more` has further label matchers."""
     return f"sum{f' by ({by})' if by else ''} (rate({metric}{{{_MODEL}{more}}}[$__rate_interval]))"
 
 
 def _ratio(above: str, below: str) -> str:
-    """Return PromQL for a quotient, which is 0 instead of missing while the divisor is 0."""
+    """Return PromQL for a quotient. It is 0, not missing, while the divisor is 0."""
     return f"{above} / ({below} > 0) or 0 * {below}"
 
 
@@ -110,7 +110,7 @@ def _quantiles(metric: str, by: str, legend: str) -> list[tuple[str, str]]:
 
 
 def _good(metric: str, le: str) -> str:
-    """Return PromQL for the share of a histogram's values up to a bound, which is 1 while there are no values."""
+    """Return PromQL for the share of a histogram's values up to a bound. It is 1 while there are no values."""
     of_bound = _rate(f"{metric}_bucket", more=f', le=~"{le}"')
     return f"{of_bound} / ({_rate(f'{metric}_count')} > 0) or vector(1)"
 
@@ -156,27 +156,27 @@ _OVERVIEW = Board(
               unit="percentunit", red_below=0.99),
         _tile(f"Next token within {1000 * ITL_GOOD_S:g} ms", _good("carousel_inter_token_seconds", ITL_GOOD_LE),
               unit="percentunit", red_below=0.99),
-        _tile("Requests without failure",
+        _tile("Successful requests",
               f"1 - (({_rate('carousel_calls_failed_total')} or vector(0)) / "
               f"({_rate('carousel_requests_finished_total')} > 0) or vector(0))",
               unit="percentunit", red_below=0.999),
         _tile("In flight", f"sum(carousel_requests_in_flight{{{_MODEL}}})"),
-        _tile("Tokens a second", _rate("vllm:generation_tokens_total")),
+        _tile("Tokens per second", _rate("vllm:generation_tokens_total")),
         _tile("Replicas", f"count(carousel_slots{{{_MODEL}}}) or vector(0)"),
         _by_kind("Time to first token", "carousel_first_token_seconds"),
-        _by_kind("Between tokens", "carousel_inter_token_seconds"),
-        _by_kind("In the queue", "carousel_request_queue_seconds"),
-        _by_kind("Whole request", "carousel_request_seconds"),
-        _lines("Requests that ended, a second",
+        _by_kind("Time between tokens", "carousel_inter_token_seconds"),
+        _by_kind("Time in the queue", "carousel_request_queue_seconds"),
+        _by_kind("Request duration", "carousel_request_seconds"),
+        _lines("Finished requests per second",
                (_rate("carousel_requests_finished_total", "model_name, reason"), "{{model_name}} {{reason}}")),
-        _lines("Calls refused, a second",
+        _lines("Refused calls per second",
                ("sum by (reason) (rate(carousel_calls_refused_total[$__rate_interval])) or vector(0)", "{{reason}}")),
-        _lines("Calls failed, a second",
+        _lines("Failed calls per second",
                (f"{_rate('carousel_calls_failed_total', 'model_name, reason')} or vector(0)", "{{reason}}")),
-        _lines("Tokens a second",
+        _lines("Tokens per second",
                (_rate("vllm:prompt_tokens_total", "model_name"), "prompt {{model_name}}"),
                (_rate("vllm:generation_tokens_total", "model_name"), "generated {{model_name}}")),
-        _lines("Settings in force",
+        _lines("Active settings",
                (_now("carousel_settings_info", "model_name, group, settings"), "{{model_name}} {{settings}}")),
     ],
 )  # fmt: skip
@@ -185,15 +185,15 @@ _ENGINES = Board(
     name="engines",
     title="Carousel: engines",
     panels=[
-        _by_replica("Requests in a step", "carousel_step_requests"),
-        _lines("Share of slots used",
+        _by_replica("Requests per step", "carousel_step_requests"),
+        _lines("Share of slots in use",
                (f"{_now('carousel_slots_used')} / {_now('carousel_slots')}", _REPLICA), unit="percentunit"),
-        _by_replica("Time of a step", "carousel_step_seconds", unit="s"),
-        _by_replica("Tokens in a step", "carousel_step_tokens"),
-        _lines("Share of padding tokens in graphs",
+        _by_replica("Step duration", "carousel_step_seconds", unit="s"),
+        _by_replica("Tokens per step", "carousel_step_tokens"),
+        _lines("Share of padding tokens in CUDA graphs",
                (_ratio(_replica_rate("carousel_graph_padding_tokens_total"),
                        _replica_rate("carousel_step_tokens_sum")), _REPLICA), unit="percentunit"),
-        _lines("Steps a second",
+        _lines("Steps per second",
                (_replica_rate("carousel_engine_steps_total"), _REPLICA),
                (_replica_rate("carousel_steps_without_graph_total"), f"{_REPLICA}, on a GPU without a graph")),
         _lines("KV memory in use",
@@ -201,15 +201,15 @@ _ENGINES = Board(
         _lines("Share of prompt tokens found in the prefix cache",
                (_ratio(_replica_rate("carousel_engine_cached_tokens_total"),
                        _replica_rate("carousel_engine_prompt_tokens_total")), _REPLICA), unit="percentunit"),
-        _lines("Preemptions a second", (_replica_rate("carousel_engine_preemptions_total"), _REPLICA)),
-        _by_replica("In the queue", "carousel_queue_seconds", unit="s"),
-        _by_replica("From first step to first token", "carousel_prefill_seconds", unit="s"),
-        _lines("Aborted, failed or missed deadline, a second",
+        _lines("Preemptions per second", (_replica_rate("carousel_engine_preemptions_total"), _REPLICA)),
+        _by_replica("Time in the queue", "carousel_queue_seconds", unit="s"),
+        _by_replica("Time from first step to first token", "carousel_prefill_seconds", unit="s"),
+        _lines("Aborted, failed or late requests per second",
                *((_replica_rate(f"carousel_engine_{how}_total"), f"{how} {_REPLICA}")
                  for how in ("aborted", "failed", "missed"))),
-        _lines("Batch size that the strategy targets", (_now("carousel_batch_size"), _REPLICA)),
-        _lines("Error of predicted output lengths", (_now("carousel_length_error_tokens"), _REPLICA)),
-        _lines("Finished, a second", (_replica_rate("carousel_engine_finished_total"), _REPLICA)),
+        _lines("Batch size targeted by the strategy", (_now("carousel_batch_size"), _REPLICA)),
+        _lines("Error in predicted output lengths", (_now("carousel_length_error_tokens"), _REPLICA)),
+        _lines("Finished requests per second", (_replica_rate("carousel_engine_finished_total"), _REPLICA)),
     ],
 )  # fmt: skip
 
@@ -218,27 +218,27 @@ _FLEET = Board(
     title="Carousel: fleet",
     panels=[
         _tile("Ingresses", "carousel_ingresses", width=6),
-        _tile("Did not answer the scrape", "carousel_scrape_missing", width=6),
-        _tile("Requests that wait", f"sum(carousel_queue_requests{{{_MODEL}}}) or vector(0)", width=6),
+        _tile("Missing from the scrape", "carousel_scrape_missing", width=6),
+        _tile("Waiting requests", f"sum(carousel_queue_requests{{{_MODEL}}}) or vector(0)", width=6),
         _tile("Longest expected wait", f"max(carousel_queue_wait_seconds{{{_MODEL}}}) or vector(0)", unit="s", width=6),
-        _lines("Requests that wait", (_now("carousel_queue_requests"), _REPLICA)),
-        _lines("Prompt tokens that wait", (_now("carousel_queue_tokens"), _REPLICA)),
-        _lines("Tokens still to compute", (_now("carousel_outstanding_tokens"), _REPLICA)),
-        _lines("Tokens generated a second", (_replica_rate("carousel_engine_generated_tokens_total"), _REPLICA)),
-        _lines("Decisions of dispatch, a second",
+        _lines("Waiting requests", (_now("carousel_queue_requests"), _REPLICA)),
+        _lines("Waiting prompt tokens", (_now("carousel_queue_tokens"), _REPLICA)),
+        _lines("Outstanding tokens", (_now("carousel_outstanding_tokens"), _REPLICA)),
+        _lines("Generated tokens per second", (_replica_rate("carousel_engine_generated_tokens_total"), _REPLICA)),
+        _lines("Dispatch decisions per second",
                (_rate("carousel_dispatches_total", "model_name, reason"), "{{model_name}} {{reason}}")),
-        _lines("Resumed on another replica, a second",
+        _lines("Requests resumed on another replica per second",
                (f"{_rate('carousel_resumes_total', 'model_name, reason')} or vector(0)", "{{reason}}")),
-        _lines("How late event loops wake",
+        _lines("Event loop delay",
                ("histogram_quantile(0.99, "
                 "sum by (le, process) (rate(carousel_loop_delay_seconds_bucket[$__rate_interval])))",
                 "p99 {{process}}"), unit="s"),
-        _lines("Stalls of event loops, a second",
+        _lines("Event loop stalls per second",
                ("sum by (process) (rate(carousel_loop_stalls_total[$__rate_interval]))", "{{process}}")),
         _lines("Tasks and waiting calls",
                ("sum by (process) (carousel_loop_tasks)", "tasks {{process}}"),
                ("sum by (process, threads) (carousel_thread_queue)", "waiting {{process}} {{threads}}")),
-        _lines("Requests in one frame", *_quantiles("carousel_frame_deltas", "model_name", "{{model_name}}")),
+        _lines("Requests per frame", *_quantiles("carousel_frame_deltas", "model_name", "{{model_name}}")),
     ],
 )  # fmt: skip
 
@@ -246,20 +246,20 @@ _BATCHES = Board(
     name="batches",
     title="Carousel: batches",
     panels=[
-        _lines("Lines a second",
+        _lines("Lines per second",
                (_plain_rate("carousel_batch_lines_completed_total"), "completed"),
                (_plain_rate("carousel_batch_lines_failed_total"), "failed")),
-        _lines("Lines since the start",
+        _lines("Lines since startup",
                ("carousel_batch_lines_completed_total", "completed"), ("carousel_batch_lines_failed_total", "failed")),
-        _lines("Background requests that ended, a second",
+        _lines("Finished background requests per second",
                (_rate("carousel_request_seconds_count", "model_name", ', class="background"') + " or vector(0)",
                 "{{model_name}}")),
-        _lines("Webhooks a second",
+        _lines("Webhooks per second",
                (_plain_rate("carousel_webhook_attempts_total"), "sent"),
                (_plain_rate("carousel_webhooks_delivered_total"), "delivered"),
                (_plain_rate("carousel_webhooks_given_up_total"), "given up")),
-        _lines("Webhooks to deliver", ("carousel_webhooks_pending", "")),
-        _lines("Batches that wait for their storage", ("carousel_batches_paused", "")),
+        _lines("Pending webhooks", ("carousel_webhooks_pending", "")),
+        _lines("Batches waiting for storage", ("carousel_batches_paused", "")),
     ],
 )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""The launcher behind `make serve`, which starts a Ray cluster and deploys one config file on it."""
+"""The launcher behind `carousel serve`. Starts a Ray cluster and deploys a config file on it."""

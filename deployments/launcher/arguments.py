@@ -1,4 +1,4 @@
-"""Parses the arguments of `carousel serve`, and answers flags that users know from other servers."""
+"""Parses the arguments of `carousel serve`, and explains the replacements for other servers' flags."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ class _Option(NamedTuple):
     """A command line option that overrides one setting of the config."""
 
     flag: str
-    setting: str  # a dotted path in the config; the part after `models[].` is a path in its only model
+    setting: str  # a dotted path in the config; `models[]` means its only model
     kind: type
     help: str
 
 
 OPTIONS = (
-    _Option("--host", "http_options.host", str, "address to listen on (127.0.0.1); other hosts need --api-keys"),
-    _Option("--port", "http_options.port", int, "port to listen on (8000, or the port of the config)"),
+    _Option("--host", "http_options.host", str, "address to listen on (default: 127.0.0.1); others need --api-keys"),
+    _Option("--port", "http_options.port", int, "port to listen on (default: the config's port, or 8000)"),
     _Option("--served-model-name", "models[].name", str, "the name that clients send as `model`"),
-    _Option("--max-model-len", "models[].engine.model.max_model_len", int, "tokens of prompt and output together"),
+    _Option(
+        "--max-model-len", "models[].engine.model.max_model_len", int, "maximum tokens of prompt and output together"
+    ),
     _Option("--dtype", "models[].engine.model.dtype", str, "auto, float32, bfloat16 or float16"),
     _Option("--quantization", "models[].engine.model.quantization", str, "none, int8, int4 or fp8"),
-    _Option("--replicas", "models[].replicas.num_replicas", int, "number of replicas of the model"),
-    _Option("--api-keys", "api.keys_file", str, "a file of API keys; `carousel key NAME` prints an entry"),
+    _Option("--replicas", "models[].replicas.num_replicas", int, "number of the model's replicas"),
+    _Option("--api-keys", "api.keys_file", str, "a file with API keys; `carousel key NAME` prints an entry"),
 )
 
 # Maps flags of vLLM, SGLang, llama.cpp and Ollama to their replacements here. Dotted names are settings in a config.
-_MODEL = "name the model as the argument: `carousel serve MODEL`"
-_ALWAYS, _NEVER = "leave the flag out: this is always on", "leave the flag out: there is nothing to set"
+_MODEL = "pass the model as the argument: `carousel serve MODEL`"
+_ALWAYS, _NEVER = "omit the flag: this is always on", "omit the flag: there is no such setting"
 ANSWERS: Mapping[str, str] = {
     # vLLM
     "--model": _MODEL,
@@ -44,7 +46,7 @@ ANSWERS: Mapping[str, str] = {
     "--tensor-parallel-size": "models[].replicas.tensor_parallel, with replicas.num_gpus: 1",
     "-tp": "models[].replicas.tensor_parallel, with replicas.num_gpus: 1",
     "--tp-size": "models[].replicas.tensor_parallel, with replicas.num_gpus: 1",
-    "--pipeline-parallel-size": "models[].replicas.tensor_parallel: layers cannot be divided among devices",
+    "--pipeline-parallel-size": "models[].replicas.tensor_parallel: each layer is divided among the devices",
     "--data-parallel-size": "--replicas",
     "--dp-size": "--replicas",
     "--gpu-memory-utilization": "models[].engine.cache.gpu_memory_fraction",
@@ -59,22 +61,22 @@ ANSWERS: Mapping[str, str] = {
     "--enable-prefix-caching": _ALWAYS,
     "--enable-chunked-prefill": _ALWAYS,
     "--enable-auto-tool-choice": _ALWAYS,
-    "--tool-call-parser": "models[].tool_parser, if the format of the chat template is not recognized",
-    "--reasoning-parser": "leave the flag out: the format is read from the chat template",
+    "--tool-call-parser": "models[].tool_parser, if the chat template's format is not recognized",
+    "--reasoning-parser": "omit the flag: the format is detected from the chat template",
     "--enable-lora": "models[].adapters: a folder for each name that clients send",
     "--lora-modules": "models[].adapters: a folder for each name that clients send",
     "--speculative-config": "models[].engine.speculation",
     "--enforce-eager": "models[].engine.model.backend: eager",
     "--revision": "models[].engine.model.revision",
-    "--api-key": "--api-keys FILE: `carousel key NAME` prints an entry of the file",
-    "--trust-remote-code": "leave the flag out: code in a model's folder is never run",
+    "--api-key": "--api-keys FILE: `carousel key NAME` prints an entry for the file",
+    "--trust-remote-code": "omit the flag: code in a model's folder is never run",
     "--device": "models[].engine.model.device",
     "--load-format": _NEVER,
     "--seed": "`seed` in each request",
     # llama.cpp
     "-m": _MODEL,
-    "-hf": "the hub id of the same model with safetensors: `carousel serve HUB/ID`",
-    "--hf-repo": "the hub id of the same model with safetensors: `carousel serve HUB/ID`",
+    "-hf": "the hub id of the model's safetensors version: `carousel serve HUB/ID`",
+    "--hf-repo": "the hub id of the model's safetensors version: `carousel serve HUB/ID`",
     "-c": "--max-model-len",
     "--ctx-size": "--max-model-len",
     "-ngl": "models[].engine.model.device: cuda, with replicas.num_gpus: 1; all layers are on one device",
@@ -98,36 +100,36 @@ ANSWERS: Mapping[str, str] = {
     "--jinja": _ALWAYS,
     "--no-mmap": _NEVER,
     "--mlock": _NEVER,
-    "--mmproj": "leave the flag out: only text is supported",
-    "--embedding": "models[].pooling, if the model's files do not name a pooling",
+    "--mmproj": "omit the flag: only text is supported",
+    "--embedding": "models[].pooling, if the model's files do not specify it",
     "--lora": "models[].adapters: a folder for each name that clients send",
-    "--metrics": "leave the flag out: `/metrics` is always served",
+    "--metrics": "omit the flag: `/metrics` is always served",
 }
 
 
 class Given(NamedTuple):
     """The parsed command line."""
 
-    model: str | None  # None: the models of the config
+    model: str | None  # None for the config's models
     config: Path
     changes: dict[str, Any]  # maps the paths in `OPTIONS` to new values
     dashboard: bool
 
 
 def is_config(what: str) -> bool:
-    """Return whether an argument names a config file, by its suffix. Any other argument names a model."""
+    """Return whether an argument has the suffix of a config file. All other arguments name a model."""
     return Path(what).suffix in _CONFIGS
 
 
 def parsed(arguments: Sequence[str] | None, command: str, description: str) -> Given:
-    """Parse the arguments. An unknown flag exits with status 2; for another server's flag, its replacement is shown."""
+    """Parse the arguments. Exits with status 2 for unknown flags, and shows replacements for other servers' flags."""
     parser = argparse.ArgumentParser(prog=f"carousel {command}", description=description)
     parser.add_argument(
         "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG",
         help="smollm2, gemma3, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). "
-        "Default: the bundled model, with deployments/serve.yaml",
+        "Default: the bundled model with deployments/serve.yaml",
     )  # fmt: skip
-    parser.add_argument("--config", type=Path, help="with a MODEL: a config, whose only model is replaced by MODEL")
+    parser.add_argument("--config", type=Path, help="a config with one model, which is replaced by MODEL")
     for option in OPTIONS:
         metavar = option.flag.rpartition("-")[2].upper()
         parser.add_argument(option.flag, type=option.kind, metavar=metavar, help=option.help)
@@ -139,7 +141,7 @@ def parsed(arguments: Sequence[str] | None, command: str, description: str) -> G
     changes = {setting: value for setting, value in changes.items() if value is not None}
     if is_config(given.what):
         if given.config is not None:
-            parser.error(f"two configs are given, {given.what} and --config {given.config}")
+            parser.error(f"got two configs: {given.what} and --config {given.config}")
         return Given(None, Path(given.what), changes, given.dashboard)
     return Given(given.what, given.config or SERVE_YAML, changes, given.dashboard)
 
@@ -148,11 +150,11 @@ def _answers_to(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag in ANSWERS:
-            yield f"{flag} is not an option here. Instead: {ANSWERS[flag]}"
+            yield f"{flag} is not supported here. Instead: {ANSWERS[flag]}"
 
 
 def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write `changes` into a parsed config. Raises InvalidSetup if a setting of a model fits none or several models."""
+    """Apply `changes` to a parsed config. Raises InvalidSetup for a model's setting unless there is one model."""
     for setting, value in changes.items():
         place = document if setting.startswith("http_options.") else _only_args(document)
         path = setting
@@ -162,7 +164,7 @@ def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
             if not isinstance(models, list) or len(models) != 1 or not isinstance(models[0], dict):
                 flag = next((option.flag for option in OPTIONS if option.setting == setting), "a MODEL")
                 count = len(models) if isinstance(models, list) else 0
-                raise InvalidSetup(f"{flag}: the config has {count} models; set it in the config instead")
+                raise InvalidSetup(f"{flag}: the config has {count} models, not one; set it in the config instead")
             [place] = models
         *branches, name = path.split(".")
         for branch in branches:
@@ -170,7 +172,7 @@ def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
                 place[branch] = {}
             place = place[branch]
             if not isinstance(place, dict):
-                raise InvalidSetup(f"{branch}: got {str(place)[:60]!r}; must be settings by name")
+                raise InvalidSetup(f"{branch}: got {str(place)[:60]!r}; must map names to settings")
         place[name] = value
 
 
@@ -178,6 +180,6 @@ def _only_args(document: dict[str, Any]) -> dict[str, Any]:
     applications = document.get("applications") or []
     is_list = isinstance(applications, list) and all(isinstance(each, dict) for each in applications)
     if not is_list or len(applications) != 1 or not isinstance(applications[0].get("args"), dict):
-        raise InvalidSetup("options of a command need a config with one application that has `args`")
+        raise InvalidSetup("command line options require a config with one application that has `args`")
     args: dict[str, Any] = applications[0]["args"]
     return args

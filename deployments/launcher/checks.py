@@ -1,6 +1,6 @@
 """`carousel check CONFIG or MODEL` finds all mistakes that can be found without Ray and without loading a model.
 
-`carousel serve` performs the same checks before it starts Ray. No check writes anything.
+`carousel serve` runs the same checks before it starts Ray. The checks write nothing to disk.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from deployments.launcher.trial import check_name, is_known
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined, mistakes_of_model, place_in
 
 MISTAKES = 2  # the exit status
-# The smallest fraction of a float32 file that stays in memory, by `model.quantization`. Without quantization it is 0.5.
+# The smallest fraction of a float32 file that is kept in memory, by `model.quantization`; 0.5 without quantization.
 _LEFT = {"int8": 0.25, "int4": 0.125}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print all mistakes. Returns the exit status, which is MISTAKES if there are any, otherwise 0."""
+    """Print all mistakes. Returns the exit status: MISTAKES if there are any, and otherwise 0."""
     parser = argparse.ArgumentParser(
-        prog="carousel check", description="Find the mistakes in a config without starting the service."
+        prog="carousel check", description="Find mistakes in a config or a model without starting the service."
     )
     parser.add_argument(
         "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG", help="as for `carousel serve`"
@@ -49,23 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return MISTAKES
     if is_config(what):
         names = ", ".join(model.name for config in file.applications.values() for model in config.models)
-        print(f"{what}: no mistake found. It serves {names} on {file.host}:{file.port}.")
+        print(f"{what}: no mistakes found. It serves {names} on {file.host}:{file.port}.")
     else:
-        print(f"{what}: no mistake found.")
+        print(f"{what}: no mistakes found.")
     return 0
 
 
 def refusal(what: object, mistakes: Sequence[str]) -> str:
-    """Return the message for the operator, with one mistake per line."""
+    """Return a message with one mistake per line."""
     count = f" ({len(mistakes)} mistakes)" if len(mistakes) > 1 else ""
     return "\n".join([f"{what} cannot be served{count}:", *mistakes])
 
 
 def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistakes]:
-    """Read a Serve config file, and find all mistakes in it and in the models and folders that it names.
+    """Read a Serve config file, and find all mistakes in the file and in its models and folders.
 
-    With `is_starting`, the port must be free. `carousel check` omits this, because the service may be running already.
-    Raises InvalidSetup if the file is not a Serve config file.
+    With `is_starting`, the port must be free. `carousel check` omits this check, because the service may already be
+    running. Raises InvalidSetup if the file is not a Serve config file.
     """
     file, mistakes = examined(path)
     if is_starting and not any(line.startswith("http_options") for line in mistakes):
@@ -84,7 +84,7 @@ def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistake
 
 
 def check_given_model(what: str) -> None:
-    """Check a model that is named without a config. Raises InvalidSetup as `check_name` and `check_model` do."""
+    """Check a model that is named without a config. Raises InvalidSetup for mistakes."""
     if not is_known(what):
         check_name(what)
         check_model(ModelConfig(path=what))
@@ -105,25 +105,25 @@ def check_folder(path: str) -> None:
     place = Path(os.path.expanduser(path)).absolute()
     nearest = next(each for each in (place, *place.parents) if os.path.exists(each))
     if not nearest.is_dir():
-        raise InvalidSetup(f"got {path!r}; the folder cannot be made: {nearest} is not a folder")
+        raise InvalidSetup(f"got {path!r}; the folder cannot be created, because {nearest} is not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise InvalidSetup(f"got {path!r}; this user may not write in {nearest}: name another folder")
+        raise InvalidSetup(f"got {path!r}; this user may not write to {nearest}; choose another folder")
 
 
 def check_port(config: ServeFile, path: Path) -> None:
-    """Raise InvalidSetup if the service cannot listen on the host and port of the config."""
+    """Raise InvalidSetup if the service cannot listen on the config's host and port."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family) as probe:
-        # Servers set this option as well, so that connections of the last run that are still closing do not matter.
+        # The server also sets this option, so that connections of the last run that are still closing do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))
         except UnicodeError as error:
-            raise InvalidSetup(f"http_options.host: got {config.host[:60]!r}; this is not a host name") from error
+            raise InvalidSetup(f"http_options.host: got {config.host[:60]!r}, which is not a host name") from error
         except OSError as error:
             way_out = f"set another host or port in {path}, or --port"
             if error.errno == errno.EADDRINUSE:
-                way_out = f"`ss -ltnp 'sport = :{config.port}'` shows the process: stop it, or {way_out}"
+                way_out = f"stop the process that `ss -ltnp 'sport = :{config.port}'` shows, or {way_out}"
             raise InvalidSetup(
                 f"http_options: cannot listen on {config.host}:{config.port}: {error.strerror}; {way_out}"
             ) from error
@@ -132,20 +132,20 @@ def check_port(config: ServeFile, path: Path) -> None:
 def check_memory(file: ServeFile) -> None:
     """Raise InvalidSetup if the KV memory and weights of all CPU replicas exceed this machine's memory.
 
-    The sum is a lower bound, because autoscaling may add replicas, and a process needs more than weights and KV memory.
+    The sum is a lower bound: autoscaling may add replicas, and a process also needs other memory.
     """
     parts = sorted(_least_bytes(file), key=lambda part: -part[1])
     largest = ", ".join(f"{name} {num_bytes / GIB:,.2f}" for name, num_bytes in parts)
     check_host_memory(
-        "the replicas on CPUs take at least",
+        "the replicas on CPUs need at least",
         sum(num_bytes for _, num_bytes in parts),
-        "set a smaller engine.cache.memory_gib, fewer replicas.num_replicas, or engine.model.quantization",
+        "lower engine.cache.memory_gib or replicas.num_replicas, or set engine.model.quantization",
         detail=f" ({largest})",
     )
 
 
 def _least_bytes(file: ServeFile) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) for each KV memory and for each model's weights, which replicas on one machine share."""
+    """Yield (name, bytes) for each model's KV memory and weights. Replicas on one machine share their weights."""
     weights: dict[tuple[str, str], int] = {}
     for _, served in file.models:
         model, replicas = served.engine.model, served.replicas

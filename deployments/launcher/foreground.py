@@ -1,6 +1,6 @@
-"""The launcher's child process, which starts a Ray cluster and deploys the config on it.
+"""The launcher's child process. Starts a Ray cluster and deploys the config on it.
 
-Only `deployments.launcher.supervisor` starts this module, because it sets the environment that Ray and Serve require.
+Must be started by `deployments.launcher.supervisor`, which sets the environment that Ray and Serve require.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from deployments.launcher.terminal import StatusLines
 def main() -> int:
     """Start Ray, deploy the config and report changes until a signal arrives. Returns 1 if an application cannot start.
 
-    The process kills itself if Ray's head or raylet ends, and the launcher then restarts it.
+    The process kills itself if Ray's head or raylet ends. The launcher then restarts it.
     """
     given = _arguments()
     _end_with_the_launcher(given.launcher)
     print(f"Starting Ray and Serve for {given.config}; logs in {given.run_folder}/session_latest/logs", flush=True)
     lines = StatusLines()
-    # Import Serve while Ray's processes start.
+    # Serve is imported while Ray's processes are starting.
     threading.Thread(target=import_module, args=("deployments.launcher.rollout",), daemon=True).start()
     try:
         start_own_cluster(
@@ -63,20 +63,20 @@ def _arguments() -> argparse.Namespace:
 
 
 def _end_with_the_launcher(launcher: int) -> None:
-    """Exit cleanly on a signal, and make the kernel send SIGTERM if the launcher is killed."""
+    """Exit cleanly on a signal, and make the kernel send SIGTERM if the launcher dies."""
     _end_on_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     die_with(launcher, signal.SIGTERM)
 
 
 def _end_on_signals() -> None:
-    """Exit on a stop signal. Call this again after `ray.init`, which installs a handler that prints a stack."""
+    """Exit on a stop signal. Must be called again after `ray.init`, which installs a handler that prints a stack."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
 
 
 def _end_with_ray() -> None:
-    """Kill this process if Ray's head or raylet ends. Neither restarts, and calls to them may hang, even a shutdown."""
+    """Kill this process if Ray's head or raylet ends. Ray restarts neither, and even a shutdown of Ray may hang."""
     processes = ray_processes()
 
     def look(*_: object) -> None:

@@ -35,7 +35,7 @@ SERVICE = "the HTTP service"
 
 
 def roll_out(path: Path, lines: StatusLines) -> NoReturn:
-    """Deploy the config, then report changes until a signal. Raises InvalidSetup if an application cannot start."""
+    """Deploy the config, then report changes until a signal arrives. Raises InvalidSetup if an application fails."""
     config = read_serve_file(path)
     too_many = excess([each for application in config.applications.values() for each in asked_threads(application)])
     if too_many:
@@ -45,8 +45,8 @@ def roll_out(path: Path, lines: StatusLines) -> NoReturn:
         deploy(_schema(path, config))
     except RayError as error:
         if "already in use" in str(error).lower():
-            check_port(config, path)  # raises if a process has taken the port since the launcher checked it
-        raise InvalidSetup(f"the HTTP proxy of Serve did not start: {reason(str(error))}") from error
+            check_port(config, path)  # raises if the port has come into use since the launcher checked it
+        raise InvalidSetup(f"Serve's HTTP proxy did not start: {reason(str(error))}") from error
     _wait_until_ready(config, lines, Path(os.environ[progress.FOLDER]))
     _say(_welcome(config, lines.elapsed_s))
     _report_changes()
@@ -60,22 +60,22 @@ def _schema(path: Path, config: ServeFile) -> ServeDeploySchema:
 
 
 def check_gpus(config: ServeFile) -> None:
-    """Raise InvalidSetup if the cluster has fewer GPUs than all replicas together require."""
+    """Raise InvalidSetup if the cluster has fewer GPUs than the replicas require in total."""
     served = [model.replicas for application in config.applications.values() for model in application.models]
     num_gpus = sum(replicas.max_replicas * replicas.reserved_gpus for replicas in served)
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
-            f"the replicas need {num_gpus:g} GPUs and this machine has "
-            f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas) or replicas.tensor_parallel, "
+            f"the replicas need {num_gpus:g} GPUs, but this machine has "
+            f"{found:g}; lower replicas.num_replicas (with autoscaling, max_replicas) or replicas.tensor_parallel, "
             f"or set replicas.num_gpus to 0 to serve on the CPU"
         )
 
 
 def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None:
-    """Block until all models are ready and /ready answers. Raises InvalidSetup with the reason if a deployment failed.
+    """Block until all models are ready and /ready responds. Raises InvalidSetup with the reason if a deployment fails.
 
-    `told` is the folder in which replicas report the steps of their start; see `app.progress`.
+    Replicas report the steps of their startup in the folder `told` (see `app.progress`).
     """
     while True:
         status = serve.status()
@@ -84,17 +84,17 @@ def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None
             raise InvalidSetup(failure)
         doing = _doing(config, status, progress.reported_steps(told))
         if all(what == READY for what in doing.values()) and not _answers_ready(config):
-            doing[SERVICE] = f"waiting for an answer from {_address(config)}/ready"
+            doing[SERVICE] = f"waiting for {_address(config)}/ready"
         lines.show(doing, done=READY)
         if all(what == READY for what in doing.values()):
             return
-        time.sleep(0.3)  # each pass costs 50 ms of CPU time here and in Serve, which the starting processes need
+        time.sleep(0.3)  # each pass uses 50 ms of CPU time, which the starting processes need
 
 
 def _doing(config: ServeFile, status: ServeStatus, told: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the state of each model by name, and under SERVICE the state of the deployments that serve all models.
+    """Return each model's state by name, and under SERVICE the state of the deployments that serve all models.
 
-    `told` maps the name of each model to the steps that its replicas have reported; see `app.progress`.
+    `told` maps each model's name to the steps that its replicas have reported (see `app.progress`).
     """
     doing, others = {}, []
     for name, application in config.applications.items():
@@ -125,7 +125,7 @@ def _doing_of_model(deployment: DeploymentStatusOverview | None, told: Sequence[
 def _trouble(deployment: DeploymentStatusOverview) -> str:
     """Return the last line of Serve's message about a deployment that has not started.
 
-    Returns "" if the message only says that the start takes long. A message about missing resources is returned.
+    Returns "" if it is only a message about slow startup. Messages about missing resources are important.
     """
     takes_long = "have taken more than" in deployment.message and "to initialize" in deployment.message
     return "" if takes_long else reason(deployment.message).rpartition("\n")[2]
@@ -140,7 +140,7 @@ def _answers_ready(config: ServeFile) -> bool:
 
 
 def _failure(status: ServeStatus) -> str:
-    """Return the reasons why applications failed, one per line, or "" if none has failed."""
+    """Return why applications have failed, with one reason per line, or "" if none has failed."""
     lines = []
     for name, application in status.applications.items():
         if application.status == ApplicationStatus.DEPLOY_FAILED:
@@ -154,7 +154,7 @@ def _failure(status: ServeStatus) -> str:
 
 
 def reason(message: str) -> str:
-    """Return the useful part of Serve's message: the text of our own error, if any, or the end of the traceback."""
+    """Return the useful part of Serve's message: the text of our own error if there is one, or the traceback's end."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", message).strip()
     ours = plain.rpartition("\napp.errors.")[2] if "\napp.errors." in plain else ""
     if ours:
@@ -163,10 +163,10 @@ def reason(message: str) -> str:
 
 
 def _report_changes() -> NoReturn:
-    """Print a line whenever an application's state changes. Never returns; a signal ends the process."""
+    """Print a line whenever an application's state changes. Never returns, because a signal ends the process."""
     known = {name: application.status for name, application in serve.status().applications.items()}
     while True:
-        time.sleep(10.0)  # each status call costs Serve 30 ms of CPU time
+        time.sleep(10.0)  # each status call uses 30 ms of CPU time in Serve
         for name, application in serve.status().applications.items():
             if known.get(name) != application.status:
                 _say(f"{name} is {application.status.value}{': ' * bool(application.message)}{application.message}")

@@ -1,9 +1,9 @@
 """`carousel serve [MODEL or CONFIG]` checks the config, sets the environment, and starts and stops the service.
 
-The launcher consists of two processes. This one checks the config, starts `deployments.launcher.foreground` with the
-environment for Ray and Serve, and waits for a signal or the child's end. It does not import Ray, so it answers at once
-and always survives to clean up: all processes of the service belong to the child's session, and none of them outlives
-this process. If the child is killed, for example after Ray's head has ended, it is restarted.
+The launcher consists of two processes. This process checks the config, starts `deployments.launcher.foreground` with
+the environment for Ray and Serve, and waits for a signal or the child's end. It does not import Ray, so it responds
+immediately and can always clean up. All processes of the service belong to the child's session and are ended before
+this process exits. If the child is killed, for example because Ray's head has ended, it is restarted.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ from deployments.serve.settings import (
 )
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-STOP_TIMEOUT_S = 8.0  # how long the service may take to stop by itself
-END_TIMEOUT_S = 2.0  # how long remaining processes may take to end after SIGTERM, before they are killed
-MAX_RESTARTS = 3  # within RESTARTS_WITHIN_S; if the child is killed once more, the launcher gives up
+STOP_TIMEOUT_S = 8.0  # how long the service may take to stop
+END_TIMEOUT_S = 2.0  # how long remaining processes may take to end after SIGTERM before they are killed
+MAX_RESTARTS = 3  # within RESTARTS_WITHIN_S; if the child is killed once more, the launcher exits
 RESTARTS_WITHIN_S = 600.0
-_LONGER_WAIT_S = 5.0  # the first restart within that time is immediate, and each further one waits this much longer
+_LONGER_WAIT_S = 5.0  # the first restart is immediate, and each further restart waits this much longer
 _OUR_PORTS = range(20_000, 30_000)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal arrives.
 
-    Returns the exit status: 0 after a signal, 2 for mistakes found before Ray starts, 1 if the service fails or dies.
+    Returns the exit status: 0 after a signal, 2 for mistakes that are found before Ray starts, 1 if the service fails.
     """
-    given = parsed(sys.argv[1:] if arguments is None else arguments, "serve", "Serve a model or a config file here.")
-    # numpy reads GGUF files. Import it with signals blocked, or its threads would take signals meant for this process.
+    given = parsed(
+        sys.argv[1:] if arguments is None else arguments, "serve", "Serve a model or a config file on this machine."
+    )
+    # numpy, which reads GGUF files, is imported with blocked signals, because its threads would otherwise receive them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     import_module("numpy")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return MISTAKES
         max_files = allow_many_files()
         warning = check_connections(max_files, os.environ.get(MAXCONN))
-        # From here on, signals stay pending until `sigwait` takes them, so they cannot interrupt a start or an end.
+        # From now on, signals stay pending until `sigwait` receives them, so they cannot interrupt starts and stops.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     except InvalidSetup as error:
         print(refusal(path, str(error).splitlines()), file=sys.stderr, flush=True)
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if warning:
         print(f"Warning: {warning}", flush=True)
-    # Ignore TMPDIR: Ray and HAProxy create sockets in this folder, and a socket's path must not exceed 97 characters.
+    # TMPDIR is ignored, because Ray and HAProxy create sockets here, and a socket's path is limited to 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
     (run_folder / "progress").mkdir()
     command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
@@ -87,12 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status == 0:
         shutil.rmtree(run_folder, ignore_errors=True)
     else:
-        print(f"The logs are kept in {run_folder}/session_latest/logs.", file=sys.stderr, flush=True)
+        print(f"See the logs in {run_folder}/session_latest/logs.", file=sys.stderr, flush=True)
     return status
 
 
 def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run the child until a signal arrives or it exits by itself; restart it if killed. Returns the exit status."""
+    """Run the child until a signal arrives or the child exits. Restarts a killed child. Returns the exit status."""
     restarted_s: list[float] = []
     while True:
         child = subprocess.Popen(command, env=variables, start_new_session=True)
@@ -103,13 +105,13 @@ def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
         restarted_s = [each for each in restarted_s if now_s - each < RESTARTS_WITHIN_S]
         killed, within = signal.Signals(-child.returncode).name, f"within {RESTARTS_WITHIN_S / 60:g} minutes"
         if len(restarted_s) == MAX_RESTARTS:
-            print(f"The service was killed ({killed}), {MAX_RESTARTS + 1} times {within}: giving up.", file=sys.stderr)
+            print(f"The service was killed ({killed}) {MAX_RESTARTS + 1} times {within}. Exiting.", file=sys.stderr)
             return 1
         wait_s = _LONGER_WAIT_S * len(restarted_s)
         restarted_s.append(now_s)
         print(
             f"The service was killed ({killed}). Restarting it {f'in {wait_s:g} s' if wait_s else 'now'} "
-            f"({len(restarted_s)} of at most {MAX_RESTARTS} restarts {within}). Open streams are cut off; "
+            f"({len(restarted_s)} of at most {MAX_RESTARTS} restarts {within}). Open streams are lost; "
             f"batches will resume.",
             flush=True,
         )
@@ -118,7 +120,7 @@ def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def supervise(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a signal (returns 0) or the child's end (returns 1), then end all processes of its session."""
+    """Wait for a signal (returns 0) or the child's end (returns 1), then end all processes in the child's session."""
     received = signal.SIGCHLD
     while received == signal.SIGCHLD and child.poll() is None:
         received = signal.Signals(signal.sigwait(STOP_SIGNALS | {signal.SIGCHLD}))
@@ -129,7 +131,7 @@ def supervise(child: subprocess.Popen[bytes]) -> int:
     while child.poll() is None and time.monotonic() < deadline:
         signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic()))
     if child.poll() is None:
-        print(f"The service did not stop within {STOP_TIMEOUT_S:g} s: killing it.", file=sys.stderr, flush=True)
+        print(f"The service did not stop within {STOP_TIMEOUT_S:g} s. Killing it.", file=sys.stderr, flush=True)
     _end_session(child.pid)
     child.wait()
     return 0 if received != signal.SIGCHLD else 1
@@ -140,8 +142,8 @@ def environment(
 ) -> dict[str, str]:
     """Return the child's environment: Serve's fast modes, the run's files in `run_folder`, and Ray on loopback.
 
-    The caller's variables take precedence, except those that would join or disturb another cluster. `max_files` is the
-    number of files that each process may open.
+    The caller's variables take precedence, except those that would affect another cluster. `max_files` is the number of
+    files that each process may open.
     """
     ours = {
         progress.FOLDER: f"{run_folder}/progress",
@@ -156,43 +158,43 @@ def environment(
     defaults = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # The default limit of 4 MiB for a call between deployments is too small for a stored request body of 4 MiB.
+        # The default limit for calls between deployments, 4 MiB, is too small for a stored request body of 4 MiB.
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2 * MAX_REQUEST_BYTES),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(next(free)),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(free)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(free)),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Each Ray worker imports this module while it waits for work.
+        # Each Ray worker imports this module while waiting for work.
         "RAY_preload_python_modules": "deployments.preload",
-        # Nobody reads this socket, because the ingress logs requests. Ray's default would open a UDP port for the log.
+        # Nothing reads this socket, because the ingress logs requests. By default, Ray opens a UDP port for the log.
         "RAY_SERVE_HAPROXY_LOG_TARGET": f"{run_folder}/log.sock",
-        # The default of 4,096 connections requires 10,265 files, and HAProxy does not start if it may open fewer.
+        # The default of 4,096 connections requires 10,265 files. HAProxy does not start if it may open fewer.
         MAXCONN: str(max_connections(max_files)),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
-        # By default, three failed connections in a row redirect all traffic to Serve's own proxy, which has no route to
-        # the ingress's workers and answers 500. HAProxy retries a failed connection anyway, if possible at another
-        # ingress, and detects a dead ingress by health checks.
+        # By default, three consecutive failed connections redirect all traffic to Serve's own proxy, which cannot reach
+        # the ingresses and responds with 500. HAProxy retries a failed connection in any case, if possible with another
+        # ingress, and detects dead ingresses by health checks.
         "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
-        # When ingresses change, a new HAProxy takes over, and the old one may finish its streams within this time
-        # (default 120 s). HAProxy's limit for a silent client is the same.
+        # When the ingresses change, a new HAProxy takes over, and the old one may finish its streams within this time
+        # (default: 120 s). HAProxy's timeout for silent clients is the same.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-        # By default, Serve's controller looks for changes ten times a second, which is most of an idle service's CPU
-        # time. Streams do not wait for the controller if a replica dies: the ingress sees the broken connection.
+        # By default, Serve's controller checks for changes ten times a second, which uses most of an idle service's CPU
+        # time. When a replica dies, its streams do not wait for the controller: the ingress loses the connection.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-        # Ray's default niceness of 15 leaves workers 3.4% of a core beside another busy process in the same session or
-        # container. Between sessions, niceness changes nothing, because Linux divides cores by session first.
+        # With Ray's default niceness of 15, a worker gets 3.4% of a core next to another busy process in the same
+        # session or container. Between sessions, niceness has no effect, because Linux divides cores by session first.
         "RAY_worker_niceness": "0",
-        # By default, Ray measures each call of its timers for its logs, and every five seconds all of the node's
-        # processes for its dashboard. Together this takes a tenth of an idle service's CPU time.
+        # By default, Ray measures each call of its timers for its logs, and all of the node's processes every five
+        # seconds for its dashboard. Together, this uses a tenth of an idle service's CPU time.
         "RAY_event_stats": "0",
         "REPORTER_UPDATE_INTERVAL_MS": "20000",
-        # Serve kills a proxy that misses three of these checks in a row. The default of 5 s killed a proxy on a busy
-        # machine, although Serve otherwise waits a minute for a proxy, and the start failed.
+        # Serve kills a proxy that fails three consecutive checks. With the default of 5 s, startup failed on a busy
+        # machine, although Serve otherwise waits a minute for a proxy.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
     }
     if config.host in LOOPBACK:
-        # Ray uses an outside address for every node unless this variable says that the machine cannot form a cluster.
+        # Makes Ray use a loopback address. Otherwise, Ray uses an external address if the machine can form a cluster.
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if _all_models_are_local(config):
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -201,19 +203,19 @@ def environment(
 
 
 def reserved_cpus(file: ServeFile) -> float:
-    """Return the CPUs that replicas, ingresses and batches reserve together when fully scaled up."""
+    """Return the CPUs that replicas, ingresses and batches reserve in total when fully scaled up."""
 
     def of(config: ApplicationConfig) -> float:
         replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
         batches = BATCHES_CPUS if config.batches else 0.0
-        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # an update starts a new one before it stops one
+        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # during an update, there is one more
         return replicas + ingresses + batches
 
     return sum(map(of, file.applications.values()))
 
 
 def num_proxy_threads(num_cores: int) -> int:
-    """Return the number of HAProxy threads: one per four cores, because it carries the streams of all ingresses."""
+    """Return the number of HAProxy threads. HAProxy needs one per four cores for the streams of all ingresses."""
     max_proxy_threads = 4  # Serve's default
     return max(1, min(max_proxy_threads, num_cores // 4))
 
@@ -226,8 +228,8 @@ def _all_models_are_local(config: ServeFile) -> bool:
 def free_ports() -> Iterator[int]:
     """Yield ports on which no process is listening, each at most once.
 
-    Neither the kernel (32768 and up) nor Ray (10002-19999, 30000 and up) picks ports from this range by itself, so a
-    port stays free until its owner starts.
+    Neither the kernel (32768 and up) nor Ray (10002-19999, 30000 and up) chooses ports from this range, so a port stays
+    free until it is used.
     """
     for port in random.sample(_OUR_PORTS, len(_OUR_PORTS)):
         with socket.socket() as probe:
@@ -240,7 +242,7 @@ def free_ports() -> Iterator[int]:
 
 
 def _end_session(session: int) -> None:
-    """End all processes of a session, first by SIGTERM, then by SIGKILL."""
+    """End all processes in a session, first with SIGTERM and then with SIGKILL."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + END_TIMEOUT_S
         for pid in session_members(session):
@@ -248,13 +250,13 @@ def _end_session(session: int) -> None:
                 os.kill(pid, sent)
             except ProcessLookupError:
                 continue
-        # The remaining processes are not children of this process, so no event reports their end.
+        # The remaining processes are not children of this process, so it cannot wait for them.
         while session_members(session) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def session_members(session: int) -> list[int]:
-    """Return the process ids of a session's live processes. The list is empty on a system without /proc."""
+    """Return the ids of the live processes in a session. Empty on a system without /proc."""
     members = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

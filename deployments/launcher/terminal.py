@@ -1,6 +1,6 @@
 """Status lines that are updated in place at the end of a terminal.
 
-This module uses only the standard library, because the set-up of `make` imports it before packages are installed.
+Uses only the standard library, because `make` imports this module before packages are installed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _UP_AND_CLEAR = "\x1b[A\x1b[2K"
 
 
 def printable(text: str, *, may_have: str = "") -> str:
-    """Remove control characters, which could change the terminal, from a text. Characters in `may_have` stay."""
+    """Remove control characters, except those in `may_have`, because they could manipulate the terminal."""
     return "".join(each for each in text if each.isprintable() or each in may_have)
 
 
 class StatusLines:
-    """Shows the states of several things, one per line. If the output is not a terminal, each change prints a line."""
+    """Shows several states, one per line. If the output is not a terminal, each change prints a line."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
         self._began = self._printed_at = time.monotonic()
-        self._since: dict[str, tuple[str, float]] = {}  # each state without its numbers, and its start time
+        self._since: dict[str, tuple[str, float]] = {}  # each state without its digits, and the time when it began
         self._num_shown = 0
 
     @property
@@ -35,9 +35,9 @@ class StatusLines:
         return time.monotonic() - self._began
 
     def show(self, now: Mapping[str, str], *, done: str = "") -> None:
-        """Show the current states, given by name. The line of a thing in the state `done` shows no seconds.
+        """Show the current states by name. Seconds are not shown for the state `done`.
 
-        If the output is not a terminal, a change of numbers alone, as during a download, prints no line.
+        If the output is not a terminal, no line is printed if only numbers change, for example during a download.
         """
         at, changed = time.monotonic(), []
         for name, what in now.items():
@@ -58,7 +58,7 @@ class StatusLines:
         sys.stdout.flush()
 
     def _line(self, name: str, what: str, at: float | None) -> str:
-        """Return a line without control characters that fits the terminal's width."""
+        """Return a line that fits the terminal's width, without control characters."""
         seconds = "" if at is None else f", {at - self._since[name][1]:.0f} s"
         text = printable(f"  {name}: {what}{seconds}")
         width = shutil.get_terminal_size().columns - 1

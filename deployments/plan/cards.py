@@ -1,4 +1,4 @@
-"""Lists GPUs by name, with their memory and bandwidth. This project has not measured any of these numbers."""
+"""GPUs by name, with their memory and bandwidth. None of these numbers has been measured by this project."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from app.errors import InvalidSetup
 
 
 class Card(NamedTuple):
-    """The properties of a kind of GPU."""
+    """The properties of a GPU."""
 
     name: str
-    memory_gib: float  # as CUDA reports it, which is less than the card's label says
+    memory_gib: float  # as reported by CUDA, which is less than the label says
     bandwidth_gbs: float | None = None  # GB/s, or None if unknown
     capability: tuple[int, int] | None = None  # CUDA compute capability, or None if unknown
 
@@ -22,8 +22,8 @@ class Card(NamedTuple):
         return int(self.memory_gib * GIB)
 
 
-# The memory of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 is the "total capacity" that torch's messages
-# name in public reports. For other cards, it is estimated from the label. Bandwidths are as commonly published, and
+# The memory of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 is the "total capacity" in torch's messages,
+# as found in public reports. For other cards, it is estimated from the label. Bandwidths are as commonly published, but
 # have not been checked against data sheets.
 CARDS = (
     Card("T4", 14.5, 320, (7, 5)),
@@ -45,22 +45,22 @@ _UNITS = {"gib": 1.0, "gb": 1e9 / GIB, "mib": 1 / 1024}
 
 
 def card_of(text: str) -> Card:
-    """Return a known card, such as `H200`, or one of a given size, such as `80GiB`. Raises InvalidSetup otherwise."""
+    """Return a known card, such as `H200`, or a card with a given memory, such as `80GiB`. Raises InvalidSetup."""
     named = {_plain(card.name): card for card in CARDS} | {_plain("A100"): _named("A100-80GB")}
     found = named.get(_plain(text))
     if found is not None:
         return found
     known = ", ".join(card.name for card in CARDS)
-    return Card(text, _size_gib(text, f"--gpu: got {text!r}; this is neither a known card ({known}) nor a size"))
+    return Card(text, _size_gib(text, f"--gpu: got {text!r}; must be a known card ({known}) or a size"))
 
 
 def bytes_of(text: str, *, option: str) -> int:
     """Parse a size such as 16GiB. Raises InvalidSetup, with the option's name, if the text is not a size."""
-    return int(_size_gib(text, f"{option}: got {text!r}; this is not a size") * GIB)
+    return int(_size_gib(text, f"{option}: got {text!r}; must be a size") * GIB)
 
 
 def _size_gib(text: str, refusal: str) -> float:
-    """Parse a size, in GiB unless it has another unit."""
+    """Parse a size. The default unit is GiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or float(found[1]) == 0:
         raise InvalidSetup(f"{refusal}, such as 80GiB")

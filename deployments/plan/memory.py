@@ -1,4 +1,4 @@
-"""Predicts how a replica divides the memory of a GPU or a CPU, and how many tokens of KV memory fit."""
+"""Predicts how a replica uses the memory of a GPU or a CPU, and how many tokens fit in its KV memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from deployments.serve.settings import validated
 
 
 class GpuPlan:
-    """The memory of a replica on a card. Creating a plan takes seconds, as the largest step runs on the meta device."""
+    """A replica's memory on a card. Creating a plan takes seconds, because the largest step runs on the meta device."""
 
     def __init__(self, config: EngineConfig, card: Card, *, share: float, num_ranks: int = 1) -> None:
-        """share: the replica's share of the card, as in `replicas.num_gpus`. num_ranks: `replicas.tensor_parallel`.
+        """`share` is the replica's share of the card (`replicas.num_gpus`); `num_ranks` is `replicas.tensor_parallel`.
 
-        Raises InvalidSetup like `planned_memory`, or if the card does not support a number type in the config.
+        Raises InvalidSetup like `planned_memory`, or if the card does not support a dtype in the config.
         """
         self._config = config
         self._card = card
         self._share = share
         self._num_ranks = num_ranks
         if config.cache.dtype == "int8":
-            raise InvalidSetup("--cache-dtype int8: only CPUs support it; GPUs support fp8")
+            raise InvalidSetup("--cache-dtype int8: only supported on CPUs; GPUs support fp8")
         if not self._computes_on(card):
             needed = ".".join(map(str, LEAST_CAPABILITY))
             raise InvalidSetup(
-                f"{' and '.join(self._in_fp8)} fp8: {card.name} has no FP8; it needs compute capability {needed} or "
-                f"more"
+                f"{' and '.join(self._in_fp8)} fp8: {card.name} does not support FP8, which requires compute "
+                f"capability {needed}"
             )
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
         if config.model.max_loaded_adapters is not None and not self._planned.needs.adapters:
             raise InvalidSetup(
-                f"--adapters: {config.model.path} on {self._where} supports no adapters: the model has no linear "
-                f"layers with names that end in _proj"
+                f"--adapters: {config.model.path} on {self._where} does not support adapters, because the model has no "
+                f"linear layers with names that end in _proj"
             )
 
     def table(self) -> str:
@@ -63,7 +63,7 @@ class GpuPlan:
         return "\n".join([head, *lines, f"  {self._planned.abilities}"])
 
     def check(self) -> None:
-        """Raise InvalidSetup, naming the smallest card that suffices, if not even one sequence of full length fits."""
+        """Raise InvalidSetup, with the smallest suitable card, if not even one sequence of full length fits."""
         needed = self._planned.sequence_bytes
         missing = needed - self._slots_and_kv_on(self._card)[1]
         if missing <= 0:
@@ -73,11 +73,11 @@ class GpuPlan:
         raise InvalidSetup(
             f"{_does_not_fit(self._config, self._where, missing, self._planned)}. "
             + (
-                f"The smallest card that holds it is {smallest.name} ({smallest.memory_gib:g} GiB)"
+                f"The smallest card on which it fits is {smallest.name} ({smallest.memory_gib:g} GiB)"
                 if smallest is not None
-                else f"None of the known cards holds it; the largest is {CARDS[-1].name} ({CARDS[-1].memory_gib:g} GiB)"
+                else f"It fits on no known card; the largest is {CARDS[-1].name} ({CARDS[-1].memory_gib:g} GiB)"
             )
-            + "; or lower --context, --max-running or --max-step-tokens, or divide it (--tensor-parallel)"
+            + "; or lower --context, --max-running or --max-step-tokens, or divide the model (--tensor-parallel)"
         )
 
     def _room(self, left: int) -> list[str]:
@@ -98,16 +98,16 @@ class GpuPlan:
 
     @property
     def _in_fp8(self) -> list[str]:
-        """The command line options that ask for FP8."""
+        """The command line options that request FP8."""
         asked = {"--quantization": self._config.model.quantization, "--cache-dtype": self._config.cache.dtype}
         return [option for option, kind in asked.items() if kind == "fp8"]
 
     def _computes_on(self, card: Card) -> bool:
-        """Return whether the card supports the types in the config. A card of unknown capability is assumed to."""
+        """Return whether the card supports the dtypes in the config. Assumed for cards with unknown capability."""
         return not self._in_fp8 or (card.capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
 
     def _slots_and_kv_on(self, card: Card) -> tuple[int, int]:
-        """Return the number of state slots and the bytes left for KV memory, which are negative on too small a card."""
+        """Return the number of state slots, and the bytes left for KV memory (negative if the card is too small)."""
         left = self._on(card).left_for_kv(self._planned.needs)
         num_slots = self._planned.num_slots(self._config, left)
         return num_slots, left - num_slots * self._planned.state_bytes
@@ -117,18 +117,18 @@ class GpuPlan:
 
 
 class CpuPlan:
-    """The memory of replicas on the CPUs of one machine, which share their weights."""
+    """The memory of replicas that run on the CPUs of one machine and share their weights."""
 
     def __init__(self, config: EngineConfig, memory: str, adapters: PlannedAdapters, *, num_replicas: int = 1) -> None:
-        """memory: the machine's memory, such as 16GiB, or empty for the memory that is available here now.
+        """`memory` is the machine's memory, such as 16GiB, or "" for the memory that is available on this machine.
 
         Raises InvalidSetup and UnsupportedModel like `planned_cpu_memory`.
         """
         if config.cache.dtype == "fp8":
-            raise InvalidSetup("--cache-dtype fp8: only GPUs support it; CPUs support int8")
+            raise InvalidSetup("--cache-dtype fp8: only supported on GPUs; CPUs support int8")
         num_bytes = bytes_of(memory, option="--cpu") if memory else available_memory()
         if num_bytes is None:
-            raise InvalidSetup("--cpu: this system does not report its memory; give the size, such as --cpu 16GiB")
+            raise InvalidSetup("--cpu: this system does not report its memory; specify the size, such as --cpu 16GiB")
         self._config = config
         self._where = f"a CPU with {num_bytes / GIB:.2f} GiB"
         self._planned: PlannedMemory = planned_cpu_memory(config, adapters, has_peers=num_replicas > 1)
@@ -184,7 +184,7 @@ def _does_not_fit(config: EngineConfig, where: str, missing: int, planned: Plann
 
 
 def _num_tokens(planned: PlannedMemory, left: int) -> int:
-    """Return the tokens that fit into `left` bytes of KV memory, in sequences of full length and a part of one."""
+    """Return the number of tokens that fit in `left` bytes of KV memory, assuming sequences of full length."""
     return max(0, left) * planned.context // planned.sequence_bytes
 
 
@@ -203,13 +203,13 @@ def _slots(planned: PlannedMemory, number: int) -> list[str]:
 
 def _room(planned: PlannedMemory, left: int) -> str:
     return (
-        f"  {planned.sequence_bytes // planned.context:,} bytes of KV a token: room for "
+        f"  {planned.sequence_bytes // planned.context:,} bytes of KV memory per token: room for "
         f"{_num_tokens(planned, left):,} tokens, {_num_sequences(planned, left):,} sequences of {planned.context:,}"
     )
 
 
 def config_of(**branches: dict[str, Any]) -> EngineConfig:
-    """Return an engine's settings. branches: settings by branch, None for a default. Raises InvalidSetup."""
+    """Return an engine's settings, given by branch. None means the default. Raises InvalidSetup."""
     given = {
         name: {setting: value for setting, value in branch.items() if value is not None}
         for name, branch in branches.items()

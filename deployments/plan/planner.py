@@ -1,4 +1,4 @@
-"""Searches for the settings and the fewest replicas that meet an SLO on a trace, by simulating the trace."""
+"""Finds the settings and the fewest replicas that meet an SLO on a trace, by simulating the trace."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from deployments.plan.simulation import simulate
 from deployments.plan.step_cost import MeasuredReplica
 from deployments.plan.traces import Trace
 
-# Settings are compared on the first requests of the trace. The number of replicas is determined on all of them.
+# Settings are compared on this many requests, and the number of replicas is determined on the whole trace.
 _NUM_COMPARED = 400
-# Of a larger fleet, only this many replicas are simulated, with a random share of the requests, so that a run takes
-# at most a minute or two. In the whole fleet, requests can choose among more replicas and wait a little less.
+# In a larger fleet, only this many replicas are simulated, with a random share of the requests, so that a run takes at
+# most a minute or two. In the real fleet, requests wait a little less, because there are more replicas to choose from.
 _MIN_SIMULATED, _MAX_SIMULATED = 8, 32
-_PRECISION = 0.03  # relative precision to which the highest rate within the SLO is searched
-_FACTORS = (0.25, 0.5, 2, 4)  # which multiples of a configured limit are tried
+_PRECISION = 0.03  # relative precision of the highest rate within the SLO
+_FACTORS = (0.25, 0.5, 2, 4)  # multiples of the configured limits that are tried
 # The policies that the search may choose. Any other configured policy is kept, because it was not chosen for speed.
 _POLICIES = ("fcfs", "sjf")
 
@@ -47,20 +47,20 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """A service level objective (SLO), which is met if all its targets are."""
+    """A service level objective (SLO). It is met if all its targets are met."""
 
     targets: tuple[Target, ...]
 
     @classmethod
     def parse(cls, text: str) -> ServiceLevel:
-        """Parse a text such as `ttft_p99=1s,itl_p99=100ms`. Raises InvalidSetup, with the right format."""
+        """Parse a text such as `ttft_p99=1s,itl_p99=100ms`. Raises InvalidSetup, which explains the format."""
         targets = []
         for part in text.split(","):
             found = re.fullmatch(r"\s*(ttft|itl|latency)_p(\d{2,3})\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
             if found is None or float(found[3]) == 0:
                 raise InvalidSetup(
-                    f"--slo: got {part.strip()!r}; write ttft_p99=1s,itl_p99=100ms: ttft, itl (between two tokens) or "
-                    f"latency (of a whole request), a percentile (p50, p95, p99, p999), and a time in s or ms above 0"
+                    f"--slo: got {part.strip()!r}; must be like ttft_p99=1s,itl_p99=100ms: ttft, itl (between tokens) "
+                    f"or latency (of whole requests), a percentile (p50, p95, p99, p999), and a time above 0 in s or ms"
                 )
             percent = float(f"{found[2][:2]}.{found[2][2:] or 0}")
             targets.append(Target(found[1], percent, float(found[3]) * {"s": 1.0, "ms": 0.001}[found[4]]))
@@ -70,20 +70,20 @@ class ServiceLevel:
         return all(run.percentile_s(each.metric, each.percent) <= each.limit_s for each in self.targets)
 
     def reached(self, run: SimulatedRun) -> str:
-        """Return the percentiles that a run reaches for all targets, as text."""
+        """Return a readable list of the percentiles that a run reaches for all targets."""
         return ", ".join(
             f"{each.name}={in_words(run.percentile_s(each.metric, each.percent))}" for each in self.targets
         )
 
     def num_good(self, run: SimulatedRun) -> int:
-        """Return the number of requests within all limits. For `itl`, the mean gap of a request counts."""
+        """Return the number of requests within all limits. For `itl`, a request's mean gap counts."""
         is_good = np.ones(int(run.is_served.sum()), dtype=bool)
         for target in self.targets:
             is_good &= run.per_request_s(target.metric) <= target.limit_s
         return int(is_good.sum())
 
     def good_per_s(self, run: SimulatedRun) -> float:
-        """Return the whole fleet's goodput in requests a second."""
+        """Return the whole fleet's goodput in requests per second."""
         return self.num_good(run) / run.seconds / run.share
 
     def __str__(self) -> str:
@@ -102,40 +102,40 @@ class LoadPoint:
     """A simulated run of the planned fleet at a given load."""
 
     load: float  # as a fraction of the fleet's capacity
-    rate: float  # requests that arrive in a second
+    rate: float  # requests that arrive per second
     run: SimulatedRun
 
     @property
     def power(self) -> float:
-        """Kleinrock's power: requests a second divided by their mean latency. It is highest at the knee."""
+        """Kleinrock's power: requests per second, divided by their mean latency. It is highest at the knee."""
         served = self.run.per_request_s("latency")
         return self.run.requests_per_s / float(served.mean()) if len(served) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The planned replicas with `replicas.prefill_replicas`, and the simulated run of the trace on them."""
+    """An alternative in which some of the planned replicas are prefill replicas, and its simulated run."""
 
     num_prefill: int
     run: SimulatedRun
 
     def pays(self, level: ServiceLevel, together: SimulatedRun) -> bool:
-        """Return whether roles meet the SLO, with at most 90% of `together`'s ITL p99 and at least 98% of its rate."""
+        """Return whether it meets the SLO, with at most 90% of `together`'s ITL p99 and at least 98% of its rate."""
         is_shorter = self.run.percentile_s("itl", 99) <= 0.9 * together.percentile_s("itl", 99)
         return level.is_met(self.run) and is_shorter and self.run.requests_per_s >= 0.98 * together.requests_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The best settings and the number of replicas, with the results that the simulation predicts."""
+    """The best settings and number of replicas, with the simulated results."""
 
     scheduler: SchedulerConfig
     num_replicas: int
-    rate_per_replica: float  # requests a second that a replica serves within the SLO
-    full_rate_per_replica: float  # requests a second of a replica whose queue is never empty
+    rate_per_replica: float  # requests per second that a replica serves within the SLO
+    full_rate_per_replica: float  # requests per second of a replica whose queue is never empty
     run: SimulatedRun  # of the trace
     curve: Sequence[LoadPoint]
-    splits: Sequence[Split] = ()  # alternatives with the same replicas, some of them for prefill
+    splits: Sequence[Split] = ()
 
     @cached_property
     def knee(self) -> LoadPoint:
@@ -146,13 +146,11 @@ class Plan:
         return self.run.output_tokens_per_s
 
     def cost_per_million_tokens(self, cost_per_hour: float) -> float:
-        """Return the cost of a million output tokens on this trace. cost_per_hour: the price of one replica."""
+        """Return the cost of a million output tokens on this trace. `cost_per_hour` is the price of one replica."""
         return cost_per_hour * self.num_replicas / 3600 / self.output_tokens_per_s * 1e6
 
 
 class Planner:
-    """Searches for the settings and the number of one model's replicas."""
-
     def __init__(
         self, trace: Trace, level: ServiceLevel, measured: MeasuredReplica, scheduler: SchedulerConfig,
         cache: CacheConfig, *, dispatch: str,
@@ -167,15 +165,14 @@ class Planner:
         self._full_rates: dict[str, float] = {}  # by `SchedulerConfig.version`
 
     def plan(self) -> Plan:
-        """Return the best settings and the fewest replicas that meet the SLO with them. Takes minutes.
+        """Return the best settings, and the fewest replicas with which they meet the SLO. Takes minutes.
 
-        Raises:
-            InvalidSetup: none of the settings tried meets the SLO. The message includes the best result.
+        Raises InvalidSetup if no settings meet the SLO. The message includes the best result.
         """
         scheduler, rate = self._best_settings()
         num_replicas, run = self._fewest_replicas(scheduler, rate)
         full_rate = self._full_rate(scheduler)
-        loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of the table, as fractions of the fleet's capacity
+        loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # in the table, as fractions of the fleet's capacity
         curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in loads]
         return Plan(
             scheduler=scheduler, num_replicas=num_replicas, rate_per_replica=rate, full_rate_per_replica=full_rate,
@@ -183,7 +180,7 @@ class Planner:
         )  # fmt: skip
 
     def _splits(self, scheduler: SchedulerConfig, num_replicas: int) -> list[Split]:
-        """Simulate the fleet with a few numbers of prefill replicas. Returns nothing if KV memory cannot be fetched."""
+        """Simulate the fleet with a few numbers of prefill replicas. Empty if replicas cannot fetch KV memory."""
         if not self._measured.kv_bytes:
             return []
         numbers = {max(1, num_replicas // 4), num_replicas // 2, num_replicas - max(1, num_replicas // 4)}
@@ -196,9 +193,9 @@ class Planner:
     # -- settings
 
     def _best_settings(self) -> tuple[SchedulerConfig, float]:
-        """Set one setting after another to the value with the highest rate within the SLO. Also returns that rate."""
+        """Optimize one setting after another for the highest rate within the SLO. Also returns this rate."""
         best, best_rate = self._configured, self._highest_rate(self._configured, above=0.0)
-        min_gain = 1.02  # smaller gains are not worth a change
+        min_gain = 1.02  # a smaller gain is not worth a change
         for change in (_other_limits, _other_strategies, _other_policies):
             for candidate in change(best):
                 rate = self._highest_rate(candidate, above=best_rate * min_gain)
@@ -209,7 +206,7 @@ class Planner:
         return best, best_rate
 
     def _highest_rate(self, scheduler: SchedulerConfig, *, above: float) -> float:
-        """Return the requests a second that a replica serves within the SLO, or 0 if they are fewer than `above`."""
+        """Return the requests per second that a replica serves within the SLO, or 0 if there are fewer than `above`."""
         full = self._full_rate(scheduler)
         low = above or full * _PRECISION
         if low > full or not self._holds(scheduler, low):
@@ -233,8 +230,8 @@ class Planner:
         alone = self._sample.at_rate(self._full_rate(self._configured) * _PRECISION)
         run = self._simulated(alone, self._configured)
         return (
-            f"no settings meet --slo {self._level}: on a nearly idle replica ({alone.rate:.3g} requests/s) the best is "
-            f"{self._level.reached(run)}. Raise the limits to this or more, or use a faster machine or a smaller model"
+            f"no settings meet --slo {self._level}: even a nearly idle replica ({alone.rate:.3g} requests/s) only "
+            f"reaches {self._level.reached(run)}. Raise the limits, or use a faster machine or a smaller model"
         )
 
     # -- replicas
@@ -248,7 +245,7 @@ class Planner:
             if high == max_replicas:
                 raise InvalidSetup(
                     f"{high:,} replicas do not meet --slo {self._level}: they reach {self._level.reached(run)}; one "
-                    f"replica serves {rate:.3g} requests/s within the SLO, and the trace has bursts"
+                    f"replica serves {rate:.3g} requests/s within the SLO, but the trace has bursts"
                 )
             low, high = high, min(max_replicas, high + max(1, high // 4))
             run = self.fleet(scheduler, high)
@@ -282,15 +279,15 @@ class Planner:
 
 
 def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig) -> float:
-    """Return the requests a second that a replica serves if its queue is never empty."""
-    all_wait = 1_000_000  # a `max_waiting` at which no request is refused
+    """Return the requests per second that a replica serves if its queue is never empty."""
+    all_wait = 1_000_000  # a `max_waiting` with which no request is refused
     patient = scheduler.model_copy(update={"max_waiting": all_wait})
     run = simulate(trace.first(_NUM_COMPARED).at_rate(math.inf), measured, patient, cache)
     return run.num_requests / run.seconds
 
 
 def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:
-    """Return settings whose steps, when measured, cover those of all settings that the search will try."""
+    """Return settings whose measured steps cover the steps of all settings that the search will try."""
     tried = [scheduler, *_other_limits(scheduler)]
     few = [_changed(scheduler, max_running=number) for number in (1, 2, 4) if number < scheduler.max_running // 4]
     return [*tried, *filter(None, few)]

@@ -1,4 +1,4 @@
-"""Presents a plan as text and as a picture, and writes the Serve config file that runs it."""
+"""Shows a plan as text and as a picture, and writes it to a Serve config file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
-# A plan's percentiles should be wrong by at most 10% (p50) and 20% (p99), see docs/results/planning.md. A fit with a
-# larger median error than this cannot achieve that.
+# A plan's percentiles should be off by at most 10% (p50) and 20% (p99), see docs/results/planning.md. A fit with a
+# larger median error cannot achieve this.
 _MAX_MEDIAN_ERROR = 0.15
 
 
@@ -24,24 +24,24 @@ def cost_in_words(cost: StepCost) -> str:
     sizes = [size for size in cost.tokens if size in (1, 8, 32, 128, 512)]
     steps = ", ".join(f"{size:,}: {in_words(_token_s(cost, size))}" for size in sizes)
     return (
-        f"step times: {cost.num_steps:,} steps measured; tokens in a step and its time: {steps}; error of a step's "
-        f"time: median {cost.median_error:.1%}, p90 {cost.p90_error:.1%}, of their sum {cost.total_error:+.1%}"
+        f"step times: {cost.num_steps:,} steps measured; time by tokens in a step: {steps}; error of a step's time: "
+        f"median {cost.median_error:.1%}, p90 {cost.p90_error:.1%}; error of the total time: {cost.total_error:+.1%}"
     )
 
 
 def warning_of_fit(cost: StepCost, *, seconds: float, costs: Path | None) -> str | None:
-    """Return a warning with advice on how to measure again, or None if the step times fit well enough.
+    """Return a warning with advice on how to repeat the measurement, or None if the step times fit well enough.
 
-    seconds, costs: the options of the command.
+    `seconds` and `costs` are the command line options.
     """
     if cost.median_error <= _MAX_MEDIAN_ERROR:
         return None
     first = "" if costs is None else f"remove {costs}, and "
     return (
-        f"WARNING: do not trust this plan: half of the steps took at least {cost.median_error:.1%} more or less than "
-        f"their fitted time, and a plan needs at most {_MAX_MEDIAN_ERROR:.0%}. The usual reason is other work on "
-        f"this machine during the measurement, or too few steps ({cost.num_steps:,} here). Measure again on an idle "
-        f"machine: {first}run this command with --seconds {2 * seconds:g}"
+        f"WARNING: this plan is not reliable: half of the steps took at least {cost.median_error:.1%} more or less "
+        f"than their fitted time, but the error should be at most {_MAX_MEDIAN_ERROR:.0%}. Usual reasons are other "
+        f"work on this machine during the measurement, or too few steps ({cost.num_steps:,} here). Repeat the "
+        f"measurement on an idle machine: {first}run this command with --seconds {2 * seconds:g}"
     )
 
 
@@ -53,7 +53,7 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
     """Describe the planned settings, their results on the trace, and the fleet's results at other loads."""
     run, knee = plan.run, plan.knee
     lines = [
-        f"trace {trace.name}: {len(trace.requests):,} requests, {trace.rate:.3g} a second, "
+        f"trace {trace.name}: {len(trace.requests):,} requests, {trace.rate:.3g} per second, "
         f"{trace.mean_prompt_tokens:,.0f} prompt and "
         f"{trace.mean_output_tokens:,.0f} output tokens each",
         f"SLO: {level}",
@@ -68,12 +68,12 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
         f"one replica          {plan.rate_per_replica:.3g} requests/s within the SLO, "
         f"{plan.full_rate_per_replica:.3g} if always full",
         f"knee                 at {knee.load:g} of the fleet's capacity, {knee.rate:.3g} requests/s: the load with the "
-        "most requests/s for their mean latency",
+        "highest ratio of requests/s to mean latency",
     ]
     if run.share < 1:
         lines.append(
-            f"simulated            {run.share * plan.num_replicas:.0f} of the replicas and {run.num_requests:,} of "
-            "the requests, chosen at random"
+            f"simulated            {run.share * plan.num_replicas:.0f} replicas and {run.num_requests:,} requests, "
+            "chosen at random"
         )
     for split in plan.splits:
         ttft, itl = (in_words(split.run.percentile_s(metric, 99)) for metric in _METRICS)
@@ -85,7 +85,7 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
     if cost_per_hour is not None:
         cost = plan.cost_per_million_tokens(cost_per_hour)
         lines.append(
-            f"cost                 {cost:.4g} for a million output tokens, at {cost_per_hour:g} an hour a replica"
+            f"cost                 {cost:.4g} per million output tokens, at {cost_per_hour:g} per hour and replica"
         )
     return "\n".join([*lines, "", _table(plan, level)])
 
@@ -126,13 +126,13 @@ def _row(point: LoadPoint, plan: Plan, level: ServiceLevel) -> list[str]:
 
 
 def write_config(source: Path, model_name: str, plan: Plan, path: Path) -> None:
-    """Write a copy of the config `source` with a model's planned settings to `path`. Raises InvalidSetup on failure."""
+    """Write a copy of the config `source` with the planned settings to `path`. Raises InvalidSetup if this fails."""
     document = yaml.safe_load(source.expanduser().read_text(encoding="utf-8"))
     for entry in document["applications"]:
         for model in (entry.get("args") or {}).get("models") or []:
             if model.get("name", "demo") == model_name:
                 _set_plan(model, plan)
-    text = "# Made by `python -m deployments.plan trace`; the comments of the original config are not kept.\n"
+    text = "# Written by `python -m deployments.plan trace`, without the original config's comments.\n"
     try:
         path.write_text(text + yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     except OSError as error:

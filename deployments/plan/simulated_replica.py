@@ -1,4 +1,4 @@
-"""A replica in simulated time: the real engine and scheduler, with a model runner that only advances a clock."""
+"""A replica in simulated time: the real engine and scheduler with a model runner that only advances a clock."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from app.fleet.uncomputed_prompts import UncomputedPrompts
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 
 HEARTBEAT_S = FailoverLimits(place_timeout_s=1, silence_s=ReplicasConfig().silence_timeout_s, step_s=1).heartbeat_s
-FETCHED_BYTES_PER_S = 0.7e9  # the speed of fetches between replicas, measured on one machine
-TOKEN_ID = 0  # the token that is generated for all requests until they end
+FETCHED_BYTES_PER_S = 0.7e9  # speed of fetches between replicas, measured on one machine
+TOKEN_ID = 0  # generated for all requests until they end
 
 
 @dataclass(slots=True)
 class SimulatedClock:
-    """A replica's clock in seconds, which its model runner advances."""
+    """A replica's clock in seconds. The replica's model runner advances it."""
 
     now: float = 0.0
 
@@ -44,30 +44,30 @@ class SimulatedClock:
 
 
 class Noise:
-    """Random numbers from 0 to 1, which can be given back to be drawn again, so that a run is reproducible."""
+    """Random numbers from 0 to 1. Unused numbers can be given back and drawn again, so that a run is reproducible."""
 
     def __init__(self, seed: str) -> None:
         self._rng = random.Random(seed)
-        self._returned: list[float] = []  # numbers that were given back, the next one last
+        self._returned: list[float] = []  # in reverse order
 
     def draw(self) -> float:
         return self._returned.pop() if self._returned else self._rng.random()
 
     def give_back(self, drawn: Sequence[float]) -> None:
-        """Return the numbers that were drawn last, in the order in which they were drawn."""
+        """Accept the numbers that were drawn last, in the order in which they were drawn."""
         self._returned.extend(reversed(drawn))
 
 
 class TimedRunner(ModelRunner):
-    """A model runner that computes nothing: it advances the clock by each step's time, and ends requests on time."""
+    """A model runner that only advances the clock by each step's time, and ends requests at their end positions."""
 
     def __init__(self, cost: StepCost, clock: SimulatedClock, *, eos_token_id: int, noise: Noise | None) -> None:
-        """noise: selects each step's deviation from its mean time, from measured ones; None for no deviation."""
+        """`noise` selects a measured deviation from the mean time for each step, or None for no deviation."""
         self._cost = cost
         self._clock = clock
         self._eos_token_id = eos_token_id
         self._noise = noise
-        self.end_positions: dict[str, int] = {}  # position of the end token, by id, if before the request's limit
+        self.end_positions: dict[str, int] = {}  # by id, for requests that end before their limit
 
     def run(self, batch: StepBatch) -> StepResult:
         """Advance the clock. Generates `TOKEN_ID`, or the end token at a request's end position."""
@@ -77,7 +77,7 @@ class TimedRunner(ModelRunner):
         return StepResult([eos if item.end == ends.get(item.request_id) else TOKEN_ID for item in batch.sampled])
 
     def decode_steps(self, running: Sequence[EngineSequence], number: int) -> DecodeSteps:
-        """Return up to `number` of the sequences' next steps, but none that generates an end token."""
+        """Return up to `number` of the sequences' next steps, excluding steps that generate an end token."""
         ends = [self.end_positions.get(each.request.request_id) for each in running]
         left = [end - each.num_tokens for end, each in zip(ends, running, strict=True) if end is not None]
         number = min([number, *left])
@@ -94,7 +94,7 @@ class TimedRunner(ModelRunner):
         return DecodeSteps([each.request.request_id for each in running], ends_at, drawn)
 
     def cut(self, steps: DecodeSteps, number: int) -> None:
-        """Keep only the first `number` of these future steps, and give the noise of the others back."""
+        """Keep only the first `number` of these future steps, and give back the noise of the remaining steps."""
         if self._noise is not None:
             self._noise.give_back(steps.drawn[number:])
             del steps.drawn[number:]
@@ -102,7 +102,7 @@ class TimedRunner(ModelRunner):
 
 
 class _PeerStore(BlockStore):
-    """The KV memory of other replicas. A fetch finds all of its blocks, and takes the time that was measured."""
+    """The KV memory of other replicas. A fetch finds all of its blocks, at the measured speed."""
 
     namespace = b"simulated"
 
@@ -123,31 +123,31 @@ class _PeerStore(BlockStore):
         self._under_way.append((begins_at + self._block_s * len(fetch.blocks), fetch))
 
     def advance(self) -> None:
-        """Finish the fetches whose end time has come."""
+        """Finish the fetches that have ended by now."""
         while self._under_way and self._under_way[0][0] <= self._clock.now:
             _, fetch = self._under_way.pop(0)
             fetch.num_filled, fetch.is_done = len(fetch.blocks), True
 
     def offer(self, prefix: Prefix) -> None:
-        """Does nothing, because no blocks are stored."""
+        """Do nothing, because no blocks are stored."""
 
     def stats(self) -> StoreStats:
         return StoreStats()
 
     def settle(self, timeout_s: float) -> None:
-        """Does nothing, because simulated engines do not sleep."""
+        """Do nothing, because simulated engines do not sleep."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler that can skip through many steps at once if they only add a token to every running sequence."""
+    """A scheduler that can skip over many steps if they only add a token to every running sequence."""
 
     def num_decode_steps(self) -> int:
         """Return how many of the next steps need no scheduling decision, unless an end token is generated.
 
-        Returns 0 if the next step may need a decision, or if a sequence reaches its limit in it.
+        Returns 0 if the next step may need a decision, or if a sequence reaches its limit in the next step.
         """
         has_waiting = len(self._waiting) or len(self.fetches)
         is_plain = not (has_waiting or self._ended or self._policy.counts_steps or self.drafter)
@@ -162,10 +162,10 @@ class SimulatedScheduler(Scheduler):
         return max(0, number)
 
     def decode(self, ends_at: Sequence[float]) -> list[float]:
-        """Run the steps that end at these times. Returns the duration of each.
+        """Run the steps that end at these times. Returns the duration of each step.
 
-        Has the effects of calling `schedule` and `update` for each step, but makes no batch. Blocks are allocated, and
-        cached when full, in the order of the steps.
+        Has the same effects as calling `schedule` and `update` for each step, but creates no batches. Blocks are
+        allocated, and cached when full, in the order of the steps.
         """
         size, num_steps, running = self.pool.block_size, len(ends_at), self.running
         changes: list[tuple[int, bool, int]] = []  # (step, whether after it, index of the sequence)
@@ -201,19 +201,19 @@ def _decodes_plainly(sequence: EngineSequence) -> bool:
 
 
 class SimulatedEngine(Engine):
-    """An engine that can skip through decode steps, see `SimulatedScheduler`."""
+    """An engine that can skip over decode steps. See `SimulatedScheduler`."""
 
     def __init__(self, *, scheduler: SimulatedScheduler, **parts: Any) -> None:
         super().__init__(scheduler=scheduler, **parts)
         self._deciding = scheduler
 
     def num_decode_steps(self) -> int:
-        """Like `SimulatedScheduler.num_decode_steps`, but 0 if a further observer must see each step."""
+        """Like `SimulatedScheduler.num_decode_steps`, but returns 0 if another observer needs each step."""
         is_only_measured = len(self._observers) == 1
         return self._deciding.num_decode_steps() if is_only_measured else 0
 
     def decode(self, ends_at: Sequence[float]) -> None:
-        """Run the steps that end at these times, without the model runner. See `SimulatedScheduler.decode`."""
+        """Run the steps that end at these times without the model runner. See `SimulatedScheduler.decode`."""
         for seconds in self._deciding.decode(ends_at):
             self._measurements.note_step(seconds, num_tokens=len(self.running), num_sequences=len(self.running))
 
@@ -228,7 +228,7 @@ class DecodeSteps:
 
 
 class SimulatedReplica:
-    """An engine, the requests that have arrived during its current step, and its connections to ingresses."""
+    """An engine, the requests that arrived during its current step, and its connections to ingresses."""
 
     def __init__(
         self, replica_id: str, scheduler: SchedulerConfig, cache: CacheConfig, measured: MeasuredReplica,
@@ -239,9 +239,9 @@ class SimulatedReplica:
         self.clock = SimulatedClock()
         self.store = _PeerStore(self.clock, measured.kv_bytes / FETCHED_BYTES_PER_S) if group else None
         self.is_computing = False
-        self.awaited = -1  # number of its next event; all others are stale
+        self.awaited = -1  # number of its next event; its other events are stale
         self.entering: list[tuple[Request, float]] = []
-        self.coming: DecodeSteps | None = None  # the steps that it is running through
+        self.coming: DecodeSteps | None = None  # decode steps in progress
         self.runner = TimedRunner(
             measured.cost, self.clock, eos_token_id=(*measured.model_info.eos_token_ids, -1)[0], noise=noise
         )
@@ -258,17 +258,17 @@ class SimulatedReplica:
         self.prompts = UncomputedPrompts()
         self._sessions: dict[ReplicaRegistry, _Session] = {}
         self._stats = engine.stats()  # at the end of the last step
-        self._num_new = 0  # requests that have arrived since then
+        self._num_new = 0  # requests that have arrived since
         self._max_requests = scheduler.max_requests
 
     def enter(self) -> None:
-        """Pass on the requests that have arrived during the step, as the engine's thread does between steps."""
+        """Add the requests that arrived during the step to the engine, as the engine's thread does between steps."""
         for request, arrived_at in self.entering:
             self.engine.add_checked(request, arrived_at=arrived_at)
         self.entering.clear()
 
     def begin_decode_steps(self) -> DecodeSteps | None:
-        """Begin the next steps if several of them need no scheduling decision. Returns None otherwise."""
+        """Begin the next steps if several of them need no scheduling decision. Otherwise returns None."""
         number = self.engine.num_decode_steps()
         if number > 1:
             steps = self.runner.decode_steps(self.engine.running, number)
@@ -298,7 +298,7 @@ class SimulatedReplica:
         return deltas
 
     def note_in(self, registries: Sequence[ReplicaRegistry], *, to_all: bool = False) -> None:
-        """Report to the ingresses with requests or news (or `to_all`), and to others if a heartbeat is due."""
+        """Report to ingresses with requests or news (or `to_all`), and to other ingresses if a heartbeat is due."""
         self._stats, self._num_new = self.engine.stats(), len(self.entering)
         for registry in registries:
             session = self._session(registry)
@@ -306,7 +306,7 @@ class SimulatedReplica:
                 session.tell()
 
     def begin(self, registry: ReplicaRegistry, request: Request) -> None:
-        """Count a request that an ingress has sent, and its prompt as not yet computed."""
+        """Count an ingress's new request and its uncomputed prompt."""
         session = self._session(registry)
         session.num_open += 1
         self._num_new += 1
@@ -334,7 +334,7 @@ class SimulatedReplica:
         return self._sessions.get(registry) or self._sessions.setdefault(registry, _Session(self, registry))
 
     def report(self, num_prompt_tokens_of_others: int) -> ReplicaReport:
-        """Return a report whose engine statistics are from the end of the last step, as in a real replica."""
+        """Return a report with the engine's statistics from the end of the last step, as in a real replica."""
         num_requests = self._stats.num_running + self._stats.num_waiting + self._num_new
         return report_of(
             self._stats, num_requests=num_requests, group=self.group, max_requests=self._max_requests, step_age_s=0.0,
@@ -343,7 +343,7 @@ class SimulatedReplica:
 
 
 class _Session:
-    """The connection between a replica and an ingress, see `IngressSession`."""
+    """The connection between a replica and an ingress. See `IngressSession`."""
 
     def __init__(self, replica: SimulatedReplica, registry: ReplicaRegistry) -> None:
         self._replica = replica

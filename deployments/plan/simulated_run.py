@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 
 class SimulatedRun:
-    """Every request's times as its client would see them, in simulated seconds, and totals of the replicas' work."""
+    """Every request's times from the client's view, in simulated seconds, and totals of the replicas' work."""
 
     def __init__(self) -> None:
-        # Arrays with one number per request, in order of arrival. Ten million requests take 0.3 GB.
+        # Arrays with one number per request, in order of arrival. Ten million requests use 0.3 GB.
         self.arrivals_s = array("d")
         self.first_tokens_s = array("d")  # negative if the request has received no token
         self.last_tokens_s = array("d")
@@ -26,7 +26,7 @@ class SimulatedRun:
         self.num_preemptions = 0
         self.computing_s = 0.0  # sum over all replicas
         self.seconds = 0.0  # from the first arrival to the last token
-        self.share = 1.0  # the part of the fleet and the requests that is simulated; counts are of this part
+        self.share = 1.0  # the simulated share of the fleet and the requests; counts include only this share
 
     @property
     def num_requests(self) -> int:
@@ -40,7 +40,7 @@ class SimulatedRun:
         self.num_tokens.append(0)
 
     def note(self, number: int, num_tokens: int, *, at_s: float) -> None:
-        """Record that a request has received `num_tokens` tokens at once. 0 records nothing."""
+        """Record that a request has received `num_tokens` tokens at the same time. Does nothing for 0."""
         if not num_tokens:
             return
         if self.num_tokens[number]:
@@ -75,7 +75,7 @@ class SimulatedRun:
 
     @property
     def is_served(self) -> NDArray[np.bool_]:
-        """Whether each request has received any token, [num_requests]."""
+        """Whether each request has received any tokens, [num_requests]."""
         return _numbers(self.num_tokens) > 0
 
     def per_request_s(self, metric: str) -> NDArray[np.float64]:
@@ -94,8 +94,8 @@ class SimulatedRun:
     def percentile_s(self, metric: str, percent: float) -> float:
         """Return a percentile of `ttft`, of `latency`, or of all gaps between tokens (`itl`).
 
-        Lost requests count as infinitely slow: `ttft` and `latency` are infinite if more than 100 - `percent` percent
-        were lost, or if no request was served.
+        Refused and failed requests count as infinitely slow: `ttft` and `latency` are infinite if they are more than
+        100 - `percent` percent of the requests, or if no request was served.
         """
         if metric == "itl":
             return float(np.percentile(np.asarray(self.gaps_s), percent)) if self.gaps_s else 0.0

@@ -1,7 +1,7 @@
 """Runs a trace through a fleet in simulated time, with the real engine, scheduler and dispatch.
 
-Only the clock and the model runner are simulated. The real code decides which requests share a step, and which replica
-a request is sent to.
+Only the clock and the model runner are simulated. The real code decides which requests share a step and to which
+replica a request is sent.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from deployments.plan.traces import Trace, TracedRequest
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Changes the number of replicas while a trace runs. `look` is called every `every_s` seconds, with the time."""
+    """Changes the number of replicas while a trace is running. Calls `look` with the time every `every_s` seconds."""
 
     look: Callable[[float], None]
     every_s: float
 
 
 class FleetSimulation:
-    """Replicas behind ingresses. Requests arrive at random ingresses. An object can run only one trace."""
+    """Replicas behind ingresses. Requests arrive at random ingresses. Each simulation can run only one trace."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class FleetSimulation:
         seed: int | None = 1,
         recorders: Mapping[int, StepObserver] | None = None,
     ) -> None:
-        """seed: for dispatch and the noise of step times; None for no noise. recorders: by replica number."""
+        """`seed` is for dispatch and step time noise, or None for no noise. `recorders` is by replica number."""
         self._now = 0.0
         self._registries = [
             ReplicaRegistry(
@@ -84,9 +84,9 @@ class FleetSimulation:
             registry.set_replicas(list(self._replicas))
         for replica in self._replicas.values():
             replica.note_in(self._registries)
-        # A heap with the trace's next request, and the turns whose previous turns have ended.
+        # A heap with the trace's next request, and with turns of conversations whose previous turns have ended.
         self._arrivals: list[tuple[float, int, TracedRequest, bool]] = []
-        self._following: dict[int, TracedRequest] = {}  # next turn, by the request number of the turn before
+        self._following: dict[int, TracedRequest] = {}  # next turn, by the request number of the previous turn
         self._numbers = count()  # orders simultaneous events by creation
         self._events: list[
             tuple[float, int, SimulatedReplica | None, list[TokenDelta] | None]
@@ -96,11 +96,11 @@ class FleetSimulation:
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of all replicas. Callers must not change them."""
+        """The engines of all replicas. Must not be modified."""
         return [each.engine for each in self._replicas.values()]
 
     def start_replica(self) -> str:
-        """Add a replica that accepts requests from now on, and return its id. Reuses the measurements in turn."""
+        """Add a replica that accepts requests, and return its id. The given measurements are reused in a cycle."""
         self._compares_loads = not self._is_round_robin
         replica = self._new(next(self._new_numbers))
         self._replicas[replica.replica_id] = replica
@@ -110,7 +110,7 @@ class FleetSimulation:
         return replica.replica_id
 
     def stop_replica(self, replica_id: str) -> None:
-        """Stop sending requests to a replica, which finishes those that it has."""
+        """Stop sending requests to a replica. The replica finishes its current requests."""
         for registry in self._registries:
             registry.set_replicas([each for each in registry.replica_ids if each != replica_id])
 
@@ -119,11 +119,11 @@ class FleetSimulation:
         self._count(self._replicas.pop(replica_id).engine)
 
     def engine(self, replica_id: str) -> Engine:
-        """Return a replica's engine. Callers must not change it."""
+        """Return a replica's engine. Must not be modified."""
         return self._replicas[replica_id].engine
 
     def run(self, trace: Trace, control: Control | None = None) -> SimulatedRun:
-        """Run all requests of a trace, and their following turns, to the end."""
+        """Run all requests of a trace and their following turns until they end."""
         run, events, arrivals = self._run, self._events, self._arrivals
         if control is not None:
             self._control = control
@@ -203,11 +203,11 @@ class FleetSimulation:
     ) -> None:
         """Handle the end of a step (with deltas), of decode steps or of a timer, or call the control."""
         if replica is None:
-            assert self._control is not None, "only a control has events without a replica"
+            assert self._control is not None, "only events of a control have no replica"
             self._look(at_s, self._control)
             return
         if replica.awaited != number:
-            return  # stale, because a new request has replaced the event by an earlier one
+            return  # stale, because a new request has replaced it with an earlier event
         self._now = at_s
         if replica.coming is not None:
             self._catch_up(replica, at_s)
@@ -220,7 +220,7 @@ class FleetSimulation:
         self._go_on(replica)
 
     def _catch_up(self, replica: SimulatedReplica, now: float) -> None:
-        """Deliver the tokens of all decode steps that have ended by now. Reports to ingresses only the last step."""
+        """Deliver the tokens of all decode steps that have ended by now. Reports only the last step to ingresses."""
         steps, began_at = replica.coming, replica.clock.now
         ended_at = replica.decode_until(now)
         if steps is None or not ended_at:
@@ -236,7 +236,7 @@ class FleetSimulation:
     def _stop_after_this_step(self, replica: SimulatedReplica) -> None:
         """Drop all decode steps after the current one, so that the scheduler can decide about a new request."""
         steps = replica.coming
-        assert steps is not None, "only called while the replica runs decode steps"
+        assert steps is not None, "only called while the replica is running decode steps"
         replica.runner.cut(steps, bisect_right(steps.ends_at, self._now) + 1)
         self._await(replica, steps.ends_at[-1], None)
 
@@ -263,7 +263,7 @@ class FleetSimulation:
                 self._expect(following, is_first=False, after_s=self._now)
 
     def _hand_over(self, before: SimulatedReplica, request: Request, registry: ReplicaRegistry) -> None:
-        """Move a request to a decode replica, which fetches its KV memory. Mirrors `Fleet`."""
+        """Move a request to a decode replica, which fetches its KV memory, as `Fleet` does."""
         before.engine.abort(request.request_id)
         before.end(registry, request.request_id)
         at = PrefixSource(Address("", 0, ""), ALL_BLOCKS)
@@ -271,14 +271,14 @@ class FleetSimulation:
         try:
             replica = self._replicas[registry.place(request, registry.replica_ids).replica_id]
         except Overloaded:
-            replica = before  # simplified: a real request would wait for a slot on any replica
+            replica = before  # a simplification: a real request would wait for a slot on any replica
         end = before.runner.end_positions.pop(request.request_id, None)
         if end is not None:
             replica.runner.end_positions[request.request_id] = end
         self._begin(replica, request, registry)
 
     def _go_on(self, replica: SimulatedReplica) -> None:
-        """Begin the replica's next step, or wait for the strategy's timer or a new request."""
+        """Begin the replica's next step, or wait for the strategy's timer or for a new request."""
         replica.clock.now = self._now
         if replica.store is not None:
             replica.store.advance()
@@ -299,7 +299,7 @@ class FleetSimulation:
         self._await(replica, replica.clock.now, deltas)
 
     def _await(self, replica: SimulatedReplica, at_s: float, deltas: list[TokenDelta] | None) -> None:
-        """Schedule the replica's next event in place of the one that it awaited before."""
+        """Schedule the replica's next event, which replaces its previous next event."""
         replica.awaited = next(self._numbers)
         heapq.heappush(self._events, (at_s, replica.awaited, replica, deltas))
 
@@ -309,7 +309,7 @@ def simulate(
     *, num_replicas: int = 1, dispatch: str = "least_loaded", seed: int | None = 1,
     max_replicas: int | None = None, num_prefill: int | None = None,
 ) -> SimulatedRun:  # fmt: skip
-    """Run a trace through a new fleet. Simulates at most `max_replicas`, with their share of the requests."""
+    """Run a trace through a new fleet. Simulates at most `max_replicas` replicas, with their share of the requests."""
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
     roles = groups_of_roles(prefill=num_prefill, decode=num_replicas - num_prefill) if num_prefill else ()

@@ -1,7 +1,7 @@
-"""Measures the times of steps of the real model on this machine, and fits a function to them.
+"""Measures the real model's step times on this machine, and fits a function to them.
 
-The time depends on a step's tokens (linearly between measured sizes), on its sequences, and on the tokens that it
-attends to. The ratios of measured to fitted times are stored as well, so that simulations can draw noise from them.
+The time depends on a step's tokens (linearly between measured sizes), its sequences, and the tokens to which it
+attends. The ratios of measured to fitted times are also stored, and simulations use them as noise.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from deployments.threads import keep_waits_for_the_interpreter_short
 
 _FORMAT = 3
 _MIN_STEPS = 100  # the fit has about ten parameters
-NOISE_CLASSES = (4, 32, 128)  # bounds in tokens; noise depends on size, as disturbances matter more in small steps
-# The settings are measured in turn in this many slices, so that a disturbance does not affect a single setting. If
-# steps are so slow that there are too few, up to `_MAX_ROUNDS` slices are measured.
+NOISE_CLASSES = (4, 32, 128)  # bounds in tokens; noise depends on the size, because small steps are affected more
+# All settings are measured in each of this many rounds, so that a disturbance does not affect only one setting. If
+# steps are so slow that there are too few, up to `_MAX_ROUNDS` rounds are measured.
 _ROUNDS, _MAX_ROUNDS = 4, 40
 
 
@@ -42,8 +42,8 @@ class StepShape(NamedTuple):
 
     num_tokens: int
     num_sequences: int
-    num_decode_context: int  # tokens that the decoding sequences attend to
-    num_prefill_pairs: int  # pairs of a prefill token and a token that it attends to
+    num_decode_context: int  # tokens to which decoding sequences attend
+    num_prefill_pairs: int  # pairs of a prefill token and a token to which it attends
 
     @classmethod
     def of(cls, batch: StepBatch) -> StepShape:
@@ -64,23 +64,23 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """The fitted time of a step, which is a sum of parts in seconds."""
+    """The fitted time of a step: a sum of parts in seconds."""
 
-    tokens: Sequence[int]  # step sizes at which a time is known, ascending
+    tokens: Sequence[int]  # step sizes for which a time is known, ascending
     token_s: Sequence[float]  # for each of these sizes, without the parts below
     sequence_s: float  # per sequence
-    decode_context_s: float  # per token that decoding sequences attend to
+    decode_context_s: float  # per token to which decoding sequences attend
     prefill_pair_s: float
-    # Ascending quantiles of measured / fitted time, for each class of sizes in NOISE_CLASSES and for larger steps.
+    # Ascending quantiles of measured / fitted time, for each size class in NOISE_CLASSES and for larger steps.
     ratios: Sequence[Sequence[float]]
-    median_error: float  # relative error of a step's time, on steps that were held out of the fit
+    median_error: float  # relative error of a step's time, for steps that were held out of the fit
     p90_error: float
-    total_error: float  # relative error of the sum of these times; negative if the fit is too fast
+    total_error: float  # relative error of the sum of these times; negative if the fitted times are too short
     num_steps: int
 
     @classmethod
     def linear(cls, step_s: float, token_s: float, *, largest: int = 1000) -> StepCost:
-        """Return an invented cost without noise: `step_s` per step plus `token_s` per token."""
+        """Return an artificial cost without noise: `step_s` per step plus `token_s` per token."""
         return cls(
             tokens=(1, largest), token_s=(step_s + token_s, step_s + largest * token_s), sequence_s=0.0,
             decode_context_s=0.0, prefill_pair_s=0.0, ratios=((1.0,),) * (len(NOISE_CLASSES) + 1), median_error=0.0,
@@ -88,7 +88,7 @@ class StepCost:
         )  # fmt: skip
 
     def drawn_seconds(self, size: StepShape, drawn: float) -> float:
-        """Return the time of a step with measured noise. drawn: a random number in [0, 1), which selects the noise."""
+        """Return the time of a step with measured noise. The random number `drawn` in [0, 1) selects the noise."""
         ratios = self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)]
         return self.seconds(size) * ratios[int(drawn * len(ratios))]
 
@@ -97,7 +97,7 @@ class StepCost:
         tokens, token_s = self.tokens, self.token_s
         index = min(max(bisect_right(tokens, size.num_tokens), 1), len(tokens) - 1)
         low, high = tokens[index - 1], tokens[index]
-        share = (size.num_tokens - low) / (high - low)  # above 1 to extrapolate beyond the largest size
+        share = (size.num_tokens - low) / (high - low)  # above 1 beyond the largest size
         return (
             token_s[index - 1] + share * (token_s[index] - token_s[index - 1])
             + self.sequence_s * size.num_sequences
@@ -109,14 +109,11 @@ class StepCost:
     def fit(cls, steps: Sequence[MeasuredStep]) -> StepCost:
         """Fit non-negative parameters by least squares of the relative errors.
 
-        Every fifth step is held out, to measure the errors of the fit.
-
-        Raises:
-            InvalidSetup: too few steps have been measured.
+        Every fifth step is held out to measure the errors of the fit. Raises InvalidSetup if there are too few steps.
         """
         if len(steps) < _MIN_STEPS:
             raise InvalidSetup(
-                f"{len(steps):,} steps were measured; {_MIN_STEPS} are needed: measure for longer with --seconds"
+                f"only {len(steps):,} steps were measured, but {_MIN_STEPS} are needed; increase --seconds"
             )
         kept = [step for number, step in enumerate(steps) if number % 5]
         held = steps[::5]
@@ -154,7 +151,7 @@ class StepCost:
 
 
 def _quantiles(ratios: NDArray[np.float64], fitted: NDArray[np.float64], chosen: NDArray[np.bool_]) -> list[float]:
-    """Return quantiles of the chosen ratios, or of all if too few are chosen, scaled to their time-weighted mean."""
+    """Return quantiles of the chosen ratios (of all ratios if too few are chosen), scaled to their weighted mean."""
     num_ratios = 200  # the number of quantiles to store
     if chosen.sum() < num_ratios:
         chosen = np.ones(len(ratios), dtype=bool)
@@ -164,28 +161,28 @@ def _quantiles(ratios: NDArray[np.float64], fitted: NDArray[np.float64], chosen:
 
 
 def _knots(num_tokens: Sequence[int]) -> list[int]:
-    """Return the sizes 1, 2, 4, … up to the largest step, omitting sizes near which few steps were measured."""
+    """Return the sizes 1, 2, 4, … up to the largest step. Omits sizes near which few steps were measured."""
     largest = max(max(num_tokens), 2)
     knots = [1]
     while knots[-1] < largest:
         knots.append(min(2 * knots[-1], largest))
     counts = np.histogram(num_tokens, bins=[*knots, largest + 1])[0]
-    min_near = 10  # steps needed on each side of a size, up to the next size, to fit a time for it
+    min_near = 10  # steps required on each side of a size, up to the next size
     inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= min_near]
     return [1, *inner, largest]
 
 
 def _features(steps: Sequence[MeasuredStep], knots: Sequence[int]) -> NDArray[np.float64]:
-    """Return [num_steps, num_knots + 3]: each knot's interpolation weight, then the other sizes of the step."""
+    """Return each step's interpolation weight for each knot, then its other sizes, [num_steps, num_knots + 3]."""
     sizes = np.array([step.size for step in steps], dtype=np.float64)
     hats = np.stack([np.interp(sizes[:, 0], knots, row) for row in np.eye(len(knots))], axis=1)
     return np.concatenate([hats, sizes[:, 1:]], axis=1)
 
 
 def _non_negative_fit(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Fit by least squares of relative errors. While a parameter is negative, the lowest is set to 0.
+    """Fit by least squares of relative errors. While any parameter is negative, the lowest is set to 0.
 
-    A second fit excludes steps that took more than three times their fitted time, because the system delayed them.
+    A second fit excludes steps that took more than three times their fitted time, because they were interrupted.
     """
     found = np.zeros(features.shape[1])
     rows = np.ones(len(seconds), dtype=bool)
@@ -208,7 +205,7 @@ def _non_negative_fit(features: NDArray[np.float64], seconds: NDArray[np.float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredReplica:
-    """The measurements of a replica on this machine that a simulation needs. Can be stored as JSON."""
+    """A replica's measurements on this machine that a simulation needs. Can be stored as JSON."""
 
     model: str
     num_threads: int | None
@@ -216,10 +213,10 @@ class MeasuredReplica:
     block_size: int
     model_info: ModelInfo
     cost: StepCost
-    kv_bytes: int = 0  # bytes of a KV block; 0 if replicas cannot fetch KV memory from one another
+    kv_bytes: int = 0  # bytes per KV block; 0 if replicas cannot fetch KV memory from each other
 
     def write(self, path: Path) -> None:
-        """Write a JSON file. Raises InvalidSetup if that fails."""
+        """Write a JSON file. Raises InvalidSetup if this fails."""
         try:
             path.write_text(json.dumps({"step_cost": _FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -227,7 +224,7 @@ class MeasuredReplica:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredReplica:
-        """Read a JSON file. Raises InvalidSetup if the file cannot be read or contains something else."""
+        """Read a JSON file. Raises InvalidSetup if the file cannot be read or was not written by `write`."""
         try:
             found = json.loads(path.expanduser().read_text(encoding="utf-8"))
             if found.pop("step_cost") != _FORMAT:
@@ -238,20 +235,19 @@ class MeasuredReplica:
         except OSError as error:
             raise InvalidSetup(f"{path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidSetup(f"{path}: holds no measured step times; measure them again without --costs") from error
+            raise InvalidSetup(f"{path}: contains no valid step times; measure again without --costs") from error
 
 
 def measure(
     config: EngineConfig, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
 ) -> MeasuredReplica:
-    """Load the model, serve the trace's requests for `seconds`, alternating between settings, and fit the step times.
+    """Load the model, serve the trace's requests for `seconds` with alternating settings, and fit the step times.
 
-    The engine runs in its own thread, as in a replica. Half of the time, as many requests run as a setting allows; in
-    the other half, clients pause between requests, so that the engine is sometimes idle.
+    The engine runs in its own thread, as in a replica. Half of the time, as many requests are running as the setting
+    allows. In the other half, clients pause between requests, so that the engine is sometimes idle.
 
-    Raises:
-        InvalidSetup: the model cannot be loaded as configured, a request of the trace is too long, or steps are so
-            slow that too few could be measured.
+    Raises InvalidSetup if the model cannot be loaded as configured, a request in the trace is too long, or steps are so
+    slow that too few were measured.
     """
     keep_waits_for_the_interpreter_short()  # as replicas do
     largest = config.scheduler.model_copy(
@@ -302,8 +298,6 @@ async def _serve_all(
 
 
 class _MeasuredSteps(StepObserver):
-    """Records the shapes and times of an engine's steps."""
-
     def __init__(self) -> None:
         self.steps: list[MeasuredStep] = []
 
@@ -313,7 +307,7 @@ class _MeasuredSteps(StepObserver):
 
 
 class _ClosedLoop:
-    """Sends a new request whenever one ends. Prompts share no prefix, so that nothing is cached."""
+    """Sends a new request whenever one ends. Prompts share no prefixes, so the prefix cache is not used."""
 
     def __init__(self, engine: AsyncEngine, trace: Trace) -> None:
         self._engine = engine
@@ -321,7 +315,7 @@ class _ClosedLoop:
         self._rng = random.Random(1)
         longest = max(each.num_prompt_tokens for each in trace.requests)
         self._tokens = tuple(self._rng.choices(range(engine.model_info.vocab_size), k=100_000 + longest))
-        self._sent_at: dict[str, float] = {}  # the unfinished requests' sending times, by id
+        self._sent_at: dict[str, float] = {}  # by the id of each unfinished request
         self._pauses = False
         self._pausing: list[asyncio.TimerHandle] = []
         self._num_sent = 0
@@ -343,7 +337,7 @@ class _ClosedLoop:
         for delta in deltas:
             if delta.finish_reason is not None:
                 sent_at = self._sent_at.pop(delta.request_id, None)
-                if sent_at is not None:  # None if the end of the previous slice aborted the request
+                if sent_at is not None:  # None if the request was aborted at the end of a slice
                     took_s = time.perf_counter() - sent_at
                     self._send_after(self._rng.expovariate(1 / took_s) if self._pauses else 0.0)
 

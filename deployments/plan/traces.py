@@ -1,4 +1,4 @@
-"""Reads traces, which are the arrival times and lengths of requests, and scales them.
+"""Reads and scales traces (the arrival times and lengths of requests).
 
 A trace can be read from a CSV file with Azure's columns, a workload file, a step log, or an access log.
 
@@ -36,16 +36,16 @@ class TracedRequest:
     arrival_s: float  # seconds after the trace's first request
     num_prompt_tokens: int
     num_output_tokens: int  # tokens that it generates
-    max_tokens: int  # the limit that it asks for, at least `num_output_tokens`
+    max_tokens: int  # its limit, at least `num_output_tokens`
     prompt_token_ids: tuple[int, ...] | None = None  # None for a prompt that shares no prefix
     tenant: str = ""
     priority: int = 0
     deadline_s: float | None = None
     session: str = ""
-    next_turn: TracedRequest | None = None  # its `arrival_s` counts from the end of this request
+    next_turn: TracedRequest | None = None  # arrives `arrival_s` after the end of this request
 
     def request(self, number: int) -> Request:
-        """Return a request for the engine. number: its id, and the first token of a prompt whose tokens are unknown."""
+        """Return a request for the engine. `number` is its id, and its first token if the prompt is unknown."""
         prompt = self.prompt_token_ids
         return Request(
             request_id=str(number),
@@ -59,25 +59,24 @@ class TracedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """The most tokens that the request may have, including its output."""
+        """The maximum number of tokens, including the output."""
         return self.num_prompt_tokens + self.max_tokens
 
     def at(self, arrival_s: float) -> TracedRequest:
-        """Return a copy that arrives at another time."""
         return replace(self, arrival_s=arrival_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedRequests(Sequence[TracedRequest]):
-    """All or some requests of an endlessly repeated cycle, at any speed. Each is created on access.
+    """All or some requests of an endlessly repeated cycle, at any speed.
 
-    Only `numbers` takes memory, so that ten million requests are cheap.
+    Requests are created on access and only `numbers` uses memory, so that ten million requests are cheap.
     """
 
     cycle: Sequence[TracedRequest]
     numbers: range | NDArray[np.int64]  # ascending; request n repeats `cycle[n % len(cycle)]`
     cycle_s: float
-    slowness: float = 1.0  # the factor by which all arrival times are multiplied
+    slowness: float = 1.0  # factor for all arrival times
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -100,7 +99,7 @@ class RepeatedRequests(Sequence[TracedRequest]):
         return traced.at((traced.arrival_s + copy * self.cycle_s) * self.slowness)
 
     def thinned(self, share: float) -> RepeatedRequests:
-        """Return a random sample of about `share` of the requests. Sessions are kept or dropped as a whole."""
+        """Return a random sample with about `share` of the requests. Sessions are kept or dropped as a whole."""
         numbers = np.asarray(self.numbers)
         drawn = np.random.default_rng(1).random(len(numbers), dtype=np.float32)
         if any(each.session for each in self.cycle):
@@ -115,26 +114,26 @@ class RepeatedRequests(Sequence[TracedRequest]):
 
 
 def _drawn_by(session: str) -> float:
-    """Return a number in [0, 1) that depends only on the session's name, or NaN without a session."""
+    """Return a number in [0, 1) that depends only on the session's name, or NaN for no session."""
     return random.Random(session).random() if session else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A sequence of at least one request, in order of arrival. The first one arrives at 0."""
+    """A sequence of at least one request, in order of arrival. The first request arrives at 0."""
 
     name: str
     requests: Sequence[TracedRequest]
 
     @property
     def seconds(self) -> float:
-        """The time from the first arrival to the last, plus a mean gap; 0 if all requests arrive at once."""
+        """The time from the first to the last arrival plus a mean gap, or 0 if all requests arrive simultaneously."""
         last = self.requests[-1].arrival_s
         return last * len(self.requests) / (len(self.requests) - 1) if last else 0.0
 
     @property
     def rate(self) -> float:
-        """Requests per second; infinite if all requests arrive at once."""
+        """Requests per second; infinite if all requests arrive simultaneously."""
         return len(self.requests) / self.seconds if self.seconds else float("inf")
 
     @property
@@ -157,39 +156,39 @@ class Trace:
         return Trace(self.name, self.requests[:number])
 
     def repeated(self, number: int) -> Trace:
-        """Return this trace, repeated or cut to `number` requests."""
+        """Return this trace, repeated or shortened to `number` requests."""
         requests = tuple(self.requests)
         return Trace(self.name, RepeatedRequests(requests, range(number), self.seconds))
 
     def thinned(self, share: float) -> Trace:
-        """Return a random sample of about `share` of the requests, at least one. Times do not change."""
+        """Return a random sample with about `share` of the requests, at least one. Times do not change."""
         kept = self._repeated.thinned(share)
         return Trace(self.name, kept if len(kept) else self.requests[:1])
 
     def at_rate(self, rate: float) -> Trace:
-        """Scale all gaps so that `rate` requests arrive per second. At an infinite rate, all arrive at once."""
+        """Scale all gaps so that `rate` requests arrive per second. At an infinite rate, all arrive simultaneously."""
         factor, repeated = self.rate / rate, self._repeated
         if factor == 1.0 or not self.seconds:
             return self
         return Trace(self.name, replace(repeated, slowness=repeated.slowness * factor))
 
     def with_lengths(self, factor: float) -> Trace:
-        """Scale the lengths of prompts and outputs, to at least one token. The prompts' own tokens are dropped."""
+        """Scale the lengths of prompts and outputs, to at least one token. The prompts' token ids are dropped."""
         if factor == 1.0:
             return self
         return Trace(self.name, tuple(_with_lengths(each, factor) for each in self.requests))
 
     def check_lengths(self, max_model_len: int) -> None:
-        """Raise InvalidSetup, with advice, if a request may have more than `max_model_len` tokens."""
+        """Raise InvalidSetup if a request may have more than `max_model_len` tokens."""
         longest = max(self.requests, key=lambda each: each.num_tokens)
         if longest.num_tokens > max_model_len:
             num_long = sum(each.num_tokens > max_model_len for each in self.requests)
-            factor = max_model_len / (longest.num_tokens + 2)  # rounding may add a token to each
+            factor = max_model_len / (longest.num_tokens + 2)  # + 2 because rounding may add a token to both
             raise InvalidSetup(
                 f"{self.name}: {num_long:,} of {len(self.requests):,} requests do not fit: the longest has "
-                f"{longest.num_prompt_tokens:,} prompt tokens and {longest.max_tokens:,} to generate; this engine "
-                f"accepts {max_model_len:,} together. Use a model with a longer context or more KV memory, or shorten "
-                f"all requests with --lengths {int(factor * 1000) / 1000:g}"
+                f"{longest.num_prompt_tokens:,} prompt tokens and {longest.max_tokens:,} tokens to generate, but this "
+                f"engine accepts {max_model_len:,} in total. Use a model with a longer context or more KV memory, or "
+                f"shorten all requests with --lengths {int(factor * 1000) / 1000:g}"
             )
 
 
@@ -208,10 +207,9 @@ def _with_lengths(request: TracedRequest, factor: float) -> TracedRequest:
 
 
 def read_trace(place: str) -> Trace:
-    """Read a built-in trace by name, or a file in any of the supported formats, which its first line determines.
+    """Read a built-in trace by name, or a file in a supported format, which is detected from the first line.
 
-    Raises:
-        InvalidSetup: the file cannot be read, contains no requests, or a line is invalid or out of order.
+    Raises InvalidSetup if the file cannot be read or contains no requests, or if a line is invalid or out of order.
     """
     path = BUILT_IN.get(place, Path(place).expanduser())
     try:
@@ -224,7 +222,7 @@ def read_trace(place: str) -> Trace:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise InvalidSetup(f"--trace {place}: {reason}; built-in traces are {names}") from error
     if not requests:
-        raise InvalidSetup(f"--trace {place}: it has no requests; a plan needs at least one")
+        raise InvalidSetup(f"--trace {place}: the file contains no requests; a plan needs at least one")
     _check_order(place, requests)
     start = requests[0].arrival_s
     return Trace(Path(place).stem, tuple(each.at(each.arrival_s - start) for each in requests))
@@ -234,8 +232,8 @@ def _check_order(place: str, requests: Iterable[TracedRequest]) -> None:
     for number, (before, after) in enumerate(pairwise(requests), start=2):
         if after.arrival_s < before.arrival_s:
             raise InvalidSetup(
-                f"--trace {place}: request {number:,} comes {before.arrival_s - after.arrival_s:.3f} s before request "
-                f"{number - 1:,}: times go backwards; sort the file by arrival"
+                f"--trace {place}: request {number:,} arrives {before.arrival_s - after.arrival_s:.3f} s before "
+                f"request {number - 1:,}; sort the file by arrival"
             )
 
 
@@ -252,7 +250,7 @@ def _of_csv(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
     csv_columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     missing = [name for name in csv_columns if name not in (rows.fieldnames or ())]
     if missing and rows.fieldnames:
-        raise InvalidSetup(f"--trace {place}: has no column {missing[0]}; needed are {', '.join(csv_columns)}")
+        raise InvalidSetup(f"--trace {place}: has no column {missing[0]}; required are {', '.join(csv_columns)}")
     for row in rows:
         try:
             at_s = seconds_of(row["TIMESTAMP"])
@@ -286,8 +284,8 @@ def _of_workload(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
 def _traced(arrival_s: float, num_prompt: int, num_output: int) -> TracedRequest:
     if num_prompt < 1 or num_output < 1 or not 0 <= arrival_s < float("inf"):
         raise ValueError(
-            f"got {num_prompt:,} prompt tokens, {num_output:,} generated, at {arrival_s:g} s; each request needs at "
-            f"least one prompt token and one generated token, at 0 s or later"
+            f"got {num_prompt:,} prompt tokens and {num_output:,} generated tokens at {arrival_s:g} s; each request "
+            f"needs at least one prompt token and one generated token, at 0 s or later"
         )
     return TracedRequest(
         arrival_s=arrival_s, num_prompt_tokens=num_prompt, num_output_tokens=num_output, max_tokens=num_output
@@ -295,7 +293,7 @@ def _traced(arrival_s: float, num_prompt: int, num_output: int) -> TracedRequest
 
 
 def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
-    """Yield the logged requests, also aborted ones. Their output is as long as the log shows."""
+    """Yield the logged requests, including aborted ones, with as many output tokens as were logged."""
     arrivals: list[Arrival | RedactedArrival] = []
     num_drawn: dict[int, int] = {}
     last = NOTHING
@@ -303,7 +301,7 @@ def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
         try:
             entry = Header.parse(line) if number == 1 else parse(line)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidSetup(f"--trace {place}:{number}: this is no entry of a step log: {error}") from error
+            raise InvalidSetup(f"--trace {place}:{number}: this is not an entry of a step log: {error}") from error
         if isinstance(entry, Arrival | RedactedArrival):
             arrivals.append(entry)
         elif isinstance(entry, StepRecord):
@@ -311,7 +309,7 @@ def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
             for drawer, _ in entry.drawn(last, before):
                 num_drawn[drawer] = num_drawn.get(drawer, 0) + 1
     for arrival in arrivals:
-        if num_drawn.get(arrival.number):  # none if the request was refused, or if the log ends before its first token
+        if num_drawn.get(arrival.number):  # none if the request was refused or the log ends before its first token
             yield _of_arrival(arrival, num_drawn[arrival.number])
 
 

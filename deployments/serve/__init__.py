@@ -1,1 +1,1 @@
-"""The deployments that run in Ray Serve: the ingress, the replicas of each model, and the batches process."""
+"""The deployments that run in Ray Serve: the ingress, each model's replicas, and the batches process."""

@@ -1,4 +1,4 @@
-"""Builds the Serve application that `serve.yaml` refers to: a replica deployment per model, ingress and batches."""
+"""Builds the Serve application that `serve.yaml` refers to: one replica deployment per model, ingress and batches."""
 
 # No `from __future__ import annotations`: Serve reads the annotation of `build` to validate `args` with pydantic.
 
@@ -34,7 +34,7 @@ _IN_COMMON: Any = {
     "health_check_period_s": 5.0,
     # The engine runs in its own thread, so the event loop of a healthy replica responds much sooner.
     "health_check_timeout_s": 15.0,
-    # Retrying helps only if memory was not free yet. All other errors of loading are permanent.
+    # A retry only helps if memory was not free yet. All other errors during loading are permanent.
     "max_constructor_retry_count": 3,
 }
 
@@ -42,7 +42,7 @@ _IN_COMMON: Any = {
 def build(args: ApplicationConfig) -> Application:
     """Return the Serve application for a configuration.
 
-    Raises InvalidSetup, with a line per mistake, if settings contradict each other or a model cannot be served.
+    Raises InvalidSetup, with one line per mistake, if settings contradict each other or a model cannot be served.
     """
     check(args)
     mistakes = Mistakes()
@@ -84,10 +84,10 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         name=model.deployment_name,
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.reserved_cpus, "num_gpus": replicas.reserved_gpus},
-        # Requests travel over sockets, and the engine limits them. Serve counts only the control calls of ingresses and
-        # the batches process, which an update doubles, and requests that wait for the first replica.
+        # Requests are sent over sockets and limited by the engine. Serve counts only requests that wait for the first
+        # replica, and control calls from ingresses and the batches process, whose number doubles during an update.
         max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
-        # The router refuses calls when all replicas are full. This limit applies while no replica runs.
+        # The router refuses calls when all replicas are full. This limit applies while no replica is running.
         max_queued_requests=max_requests * replicas.max_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
         max_surge_percent=replicas.max_surge_percent,
@@ -97,8 +97,8 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
-    # Serve rounds up, so an update starts a new ingress before it stops an old one. Without the surge, requests to a
-    # single ingress would wait in Serve's proxy until the new one has started.
+    # Serve rounds up, so an update starts a new ingress before it stops an old one. Otherwise, requests would wait in
+    # Serve's proxy while a single ingress is replaced.
     ingress_surge_percent = 1
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
@@ -112,11 +112,10 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
 
 
 def _batches_deployment() -> serve.Deployment:
-    # Calls are short, because files are sent in pieces. Two kinds last longer: a stored response occupies a call until
-    # it is accepted, and each ingress occupies one to stream stored answers.
+    # Calls are short, because files are sent in pieces. Only two kinds last longer: the call for a stored response
+    # until the response is accepted, and one call per ingress that streams stored answers.
     max_batch_calls = 256 + 2 * BatchLimits().max_responses
-    # Short calls end soon, and batches resume after a restart.
-    batches_drain_timeout_s = 2.0
+    batches_drain_timeout_s = 2.0  # short, because batches resume after a restart
     return serve.deployment(Batches).options(
         name="batches",
         num_replicas=1,  # the folder may have only one writer

@@ -1,8 +1,8 @@
 """Connects Serve's autoscaling to the policy in `app.fleet.autoscaling`.
 
 Replicas report their outstanding work to Serve's controller, which calls the policy ten times a second, applies delays
-and limits, and starts replicas from zero. Serve pickles this module by value into the controller, so the module shares
-no state with other modules of that process.
+and limits, and starts the first replica of a model that was scaled to zero. Serve pickles this module by value into the
+controller, so the module cannot share state with other modules in that process.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from app.config import AutoscalingConfig, ServedModelConfig
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.fleet.autoscaling import AutoscalingLoad, WantedReplicas, decide
 
-# Seconds of excess load before the controller adds replicas. The delay spans five reports, so that a single burst
-# starts no replica, and is short compared with the time of loading a model.
+# How long the load must be too high before the controller adds replicas. The delay spans five reports, so that a single
+# burst does not start a replica, and is short compared with the time to load a model.
 UPSCALE_DELAY_S = 10.0
 REPORT_INTERVAL_S = 2.0  # seconds between the reports of a replica or a handle to the controller
-# Seconds over which outstanding tokens are averaged, because prompts take a second or two and arrive at random.
+# Outstanding tokens are averaged over this time, because prompts arrive at random and take a second or two each.
 LOOK_BACK_S = 30.0
 # The values that a replica reports, by name.
 TOKENS = "num_outstanding_tokens"  # prompt and predicted output tokens still to compute
 REQUESTS = "num_requests"  # running and waiting requests
-KV_USE = "kv_use"  # share of its blocks that requests own, 0 to 1
+KV_USE = "kv_use"  # share of the replica's blocks that requests own, 0 to 1
 SPEED = "tokens_per_s"  # `EngineStats.speed`; 0 until it is measured
 MISSES = "misses_targets"  # 1 if the replica is busy and misses its targets even with the best batch limits
 _NAMES = frozenset({TOKENS, REQUESTS, KV_USE, SPEED, MISSES})
 
 
 class TokenPolicy:
-    """The policy that Serve calls: decides on a deployment's number of replicas from the load that Serve reports."""
+    """The policy that Serve calls to decide a deployment's number of replicas."""
 
     def __init__(self, autoscaling: Mapping[str, Any], num_slots: int) -> None:
-        """autoscaling: the fields of an `AutoscalingConfig` as plain values, because Serve passes them as JSON."""
+        """`autoscaling` has the fields of an `AutoscalingConfig` as plain values, because Serve passes them as JSON."""
         self._config = AutoscalingConfig.model_validate(autoscaling)
         self._num_slots = num_slots
         self._told: WantedReplicas | None = None
-        self._fewer = (0, 0)  # (target, highest of the lower numbers that were decided in a row)
+        self._fewer = (0, 0)  # (target, highest of the consecutive decisions below it)
 
     def __call__(self, context: serve_config.AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return the number of replicas and an empty state. Logs each new decision with its reason."""
@@ -58,17 +58,17 @@ class TokenPolicy:
             self._config,
         )
         if decision.number != context.target_num_replicas and (
-            self._told is None or decision[:2] != self._told[:2]  # log it once, not ten times a second
+            self._told is None or decision[:2] != self._told[:2]  # to log it once, not ten times a second
         ):
             logging.getLogger("ray.serve").info(
-                "%s should have %d replicas and not %d: %s",
+                "%s should have %d replicas instead of %d: %s",
                 context.deployment_name, decision.number, context.target_num_replicas, decision.reason,
             )  # fmt: skip
         self._told = decision
         return self._held(decision.number, context.target_num_replicas), {}
 
     def _held(self, number: int, target: int) -> int:
-        """Return the highest of consecutive lower numbers. Serve would use the last of them after its delay."""
+        """Return the highest of consecutive decisions to shrink. After its delay, Serve would use the last one."""
         before, most = self._fewer
         if number >= target:
             self._fewer = (target, 0)
@@ -78,16 +78,16 @@ class TokenPolicy:
 
 
 def advice(model: ServedModelConfig, uses: Sequence[Mapping[str, float]], num_in_flight: int) -> WantedReplicas | None:
-    """Return the policy's decision, or None if the model has no autoscaling.
+    """Return the policy's decision, or None if autoscaling is not configured for the model.
 
-    uses: the result of `use_of` for each replica.
-    num_in_flight: requests that ingresses are answering, including those that the replicas report.
+    `uses` contains the result of `use_of` for each replica. `num_in_flight` counts the requests that ingresses are
+    answering, including those that the replicas report.
     """
     autoscaling = model.replicas.autoscaling
     if autoscaling is None:
         return None
     num_there = len(uses) if model.replicas.is_elastic else model.replicas.num_replicas
-    uses = [use for use in uses if use.keys() >= _NAMES]  # replicas of other versions may lack values
+    uses = [use for use in uses if use.keys() >= _NAMES]  # replicas of other versions may not report all values
     num_queued = max(0.0, num_in_flight - sum(use[REQUESTS] for use in uses))
     num_slots = model.engine.scheduler.max_running
     return decide(_load(uses, num_slots, target=num_there, num_running=num_there, num_queued=num_queued), autoscaling)
@@ -111,7 +111,7 @@ def _load(
 
 
 def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
-    """Return Serve's options for a deployment's number of replicas, fixed or autoscaled."""
+    """Return Serve's options for a deployment's fixed or autoscaled number of replicas."""
     replicas, autoscaling = model.replicas, model.replicas.autoscaling
     if autoscaling is None or not replicas.is_elastic:
         return {"num_replicas": replicas.num_replicas}
@@ -152,9 +152,9 @@ def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, fl
 
 
 def _recent_uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, float]]:
-    """Return each replica's last report, with its tokens averaged over `LOOK_BACK_S`.
+    """Return each replica's last report, with its outstanding tokens averaged over `LOOK_BACK_S`.
 
-    metrics: time series by name of the value, then by replica. Replicas that lack a value are omitted.
+    `metrics` contains time series by name, then by replica. Replicas with missing values are omitted.
     """
     series = {name: metrics.get(name, {}) for name in _NAMES}
     replicas = set.intersection(*(set(by_replica) for by_replica in series.values()))

@@ -1,4 +1,4 @@
-"""The batches deployment: one process that stores files and batches, and sends items to replicas. No torch here."""
+"""The batches deployment: a process without torch that stores files and batches, and sends items to replicas."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ logger = logging.getLogger(__name__)
 
 
 class Batches(Sender):
-    """The only writer of the batches folder. A second process waits until the first one has ended."""
+    """The only writer of the batches folder. A second process waits until the first one has released the folder."""
 
     def __init__(
         self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
     ) -> None:
-        # Batch items can wait, so this process starts without a share of a key's limits and asks for one when needed.
+        # Batch items can wait, so this process requests a share of a key's limits only when it needs one.
         super().__init__(config, paths, handles, pools=SharedPools(first_share=0.0, shares_budgets=True))
         self._feeds: dict[str, Feed] = {}
-        # Serve calls the constructor on the event loop, so a task can start here.
+        # Serve calls the constructor on the event loop, so a task can be started here.
         self._opening = asyncio.create_task(self._open())
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `BatchService`. Raises Failure, without details, for any error but a CarouselError."""
+        """Call a method of `BatchService`. Raises a Failure without details for any error except CarouselErrors."""
         service = await self._opened()
         try:
             return await getattr(service, method)(*arguments)
         except CarouselError:
             raise
         except Exception as error:  # Serve would log the message, which may quote a request
-            logger.error("%s of files and batches failed: %s", method, traceback_of(error))
-            raise Failure("the process of files and batches failed on this request; its log has the reason") from None
+            logger.error("`%s` of the batches process failed: %s", method, traceback_of(error))
+            raise Failure("the batches process failed to handle this request; see its log for the reason") from None
 
     async def _opened(self) -> LocalBatchService:
         opening_timeout_s = 10.0
         await asyncio.wait({self._opening}, timeout=opening_timeout_s)
         if not self._opening.done():
-            raise Unavailable("files and batches are being opened, or another process still has them open; try again")
+            raise Unavailable("the batches folder is being opened, or another process is still using it; try again")
         return self._opening.result()
 
     async def feed(self, stream_id: str) -> AsyncGenerator[list[FeedItem], None]:
-        """Stream the stored answers that an ingress reads. Its readers are added and removed by `change_feed`."""
+        """Stream the stored answers that an ingress is reading. `change_feed` adds and removes its readers."""
         feed = self._feeds[stream_id] = Feed(await self._opened())
         try:
             async with aclosing(feed.messages()) as messages:
@@ -65,20 +65,20 @@ class Batches(Sender):
             del self._feeds[stream_id]
 
     async def change_feed(self, stream_id: str, change: FeedChange) -> None:
-        """Update a stream's readers and the bytes that they have consumed. Raises Unavailable if it has ended."""
+        """Update a stream's readers and their consumed bytes. Raises Unavailable if the stream has ended."""
         feed = self._feeds.get(stream_id)
         if feed is None:
-            raise Unavailable("the stream of answers has ended; open another one")
+            raise Unavailable("this stream of answers has ended; open a new one")
         feed.change(change)
 
     async def metrics_report(self) -> IngressReport:
-        """Return this process's measurements, including `LocalBatchService.counts` once the folder is open."""
+        """Return this process's metrics, including `LocalBatchService.counts` once the folder is open."""
         is_open = self._opening.done() and not self._opening.exception()
         counts = await self._opening.result().counts() if is_open else {}
         return replace(await super().metrics_report(), batches=counts)
 
     def check_health(self) -> None:
-        """Raise if the folder could not be opened or the keys file is no longer read. Serve replaces the process."""
+        """Raise if the folder cannot be opened or the keys file is no longer read. Serve then replaces the process."""
         super().check_health()
         if self._opening.done():
             self._opening.result().check_health()
@@ -86,7 +86,7 @@ class Batches(Sender):
     async def _open(self) -> LocalBatchService:
         """Wait for a replica of every model and for the folder, then resume unfinished batches."""
         config = self._config
-        assert config.batches is not None, "deployed only with batches"
+        assert config.batches is not None, "this process is deployed only if batches are configured"
         handler = await self.make_handler()
         execution = FleetExecution(handler.handle_item, max_in_flight=config.max_items_in_flight)
         service = LocalBatchService(Path(config.batches.path), config.batches, execution, handler.keep)

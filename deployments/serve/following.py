@@ -1,7 +1,7 @@
-"""Streams all stored answers that an ingress reads from the batches process over a single Serve call.
+"""Streams all stored answers that an ingress is reading from the batches process over a single Serve call.
 
-A call for each part would cost more CPU than all other work on a token outside the engine. Each answer has its own
-window and its own errors, so that a slow reader does not delay the others.
+One call per part would use more CPU time than all other work on a token outside the engine. Each answer has its own
+window and its own errors, so that a slow reader does not delay other readers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from app.errors import CarouselError, Failure, Unavailable, traceback_of
 if TYPE_CHECKING:
     from app.jobs.local_service import LocalBatchService
 
-WINDOW_BYTES = 512 * 1024  # the most bytes of an answer that are sent before the reader has consumed them
-RETRY_S = 0.5  # pause before a change that failed to arrive is sent again
+WINDOW_BYTES = 512 * 1024  # maximum bytes of an answer that may be sent ahead of the reader
+RETRY_S = 0.5  # pause before a change is sent again after a failure
 MAX_MESSAGE_BYTES = 1024 * 1024  # a Serve call carries at most 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class WantedAnswer:
-    """Which stored answer a reader follows. The fields are the arguments of `BatchService.follow_response`."""
+    """The stored answer that a reader follows. The fields are the arguments of `BatchService.follow_response`."""
 
     owner: str
     response_id: str
@@ -41,35 +41,35 @@ class WantedAnswer:
 
 @dataclass(slots=True)
 class FeedChange:
-    """The changes among an ingress's readers since the last message, by reader id."""
+    """The changes to an ingress's readers since the last message, by reader id."""
 
     opened: dict[int, WantedAnswer] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)  # bytes that readers have consumed
     closed: list[int] = field(default_factory=list)
 
     def tell_again(self, failed: FeedChange) -> None:
-        """Include a change that may not have arrived. The readers that it opened have failed, so they are closed."""
+        """Add a change that may not have arrived. The readers that it opened have failed, so they are closed."""
         for reader_id, num_bytes in failed.taken.items():
             self.taken[reader_id] = self.taken.get(reader_id, 0) + num_bytes
         self.closed += [*failed.closed, *failed.opened]
 
 
-# (reader id, content): the next bytes of the answer or, at its end, the `AnswerEnd`, an error, or None. There is an
-# item for every token, so items are plain tuples, which pickle quickly.
+# (reader id, content). The content is the next bytes of the answer or, at its end, the `AnswerEnd`, an error, or None.
+# Items are plain tuples, which are quick to pickle, because every token may be an item.
 FeedItem = tuple[int, bytes | AnswerEnd | CarouselError | None]
 
 
 class Feed:
-    """The sending end of a stream, in the batches process."""
+    """The sending end of a stream, used in the batches process."""
 
     def __init__(self, service: LocalBatchService) -> None:
         self._service = service
         self._readers: dict[int, _Sending] = {}
         self._items: deque[FeedItem] = deque()
-        self._wanted: asyncio.Future[None] | None = None  # set while the stream waits for an item
+        self._wanted: asyncio.Future[None] | None = None  # set while the stream is waiting for an item
 
     def change(self, change: FeedChange) -> None:
-        """Start and stop readers, and note consumed bytes, as the ingress reports."""
+        """Apply a change that the ingress reports: start and stop readers, and record consumed bytes."""
         for reader_id, wanted in change.opened.items():
             self._readers[reader_id] = _Sending(asyncio.create_task(self._read(reader_id, wanted)))
         for reader_id, num_bytes in change.taken.items():
@@ -80,7 +80,7 @@ class Feed:
                 self._readers.pop(reader_id).task.cancel()
 
     async def messages(self) -> AsyncGenerator[list[FeedItem], None]:
-        """Yield all readers' items as they arrive. The first message is empty, to signal that the stream is open."""
+        """Yield the items of all readers as they arrive. The first message is empty and signals an open stream."""
         try:
             yield []
             while True:
@@ -127,7 +127,7 @@ class Feed:
         self._readers.pop(reader_id, None)
 
     def _take(self, reader_id: int, reader: _Sending, data: bytes) -> bool:
-        """Send bytes to a reader. Returns False, and sends nothing, if the reader's window is full."""
+        """Send bytes to a reader. Returns False without sending them if the reader's window is full."""
         if reader.is_full:
             return False
         if data:
@@ -142,7 +142,7 @@ class Feed:
 
 
 class _Sending:
-    """The window of a reader: counts the bytes that were sent to it and not yet consumed."""
+    """A reader's window: counts the bytes that were sent but not consumed yet."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
@@ -155,12 +155,11 @@ class _Sending:
         return self.num_bytes > WINDOW_BYTES
 
     async def room(self) -> None:
-        """Wait until the reader reports consumed bytes."""
+        """Wait until the reader has consumed bytes."""
         self._room = asyncio.get_running_loop().create_future()
         await self._room
 
     def note_taken(self, num_bytes: int) -> None:
-        """Record bytes that the reader has consumed."""
         self.num_bytes -= num_bytes
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
@@ -171,10 +170,10 @@ SendChange = Callable[[str, FeedChange], Awaitable[None]]
 
 
 class Following:
-    """The receiving end of a stream, in an ingress. Opens the stream when there is a reader, and serves all readers."""
+    """The receiving end of a stream, used in an ingress. Opens the stream for the first reader, and serves all."""
 
     def __init__(self, open_stream: OpenStream, send_change: SendChange) -> None:
-        """open_stream: opens a stream under an id. send_change: reports a change. Both may raise CarouselErrors."""
+        """`open_stream` opens a stream with an id; `send_change` reports a change. Both may raise CarouselErrors."""
         self._open_stream = open_stream
         self._send_change = send_change
         self._readers: dict[int, _Receiving] = {}
@@ -189,7 +188,7 @@ class Following:
         reader_id, reader = next(self._ids), _Receiving()
         self._readers[reader_id] = reader
         if self._streaming is None:
-            # In the request's context, Serve would cancel the task when the request ends.
+            # An empty context, because Serve would cancel the task with the request in whose context it was created.
             self._streaming = asyncio.create_task(self._stream(), context=Context())
         self._change.opened[reader_id] = wanted
         self._tell()
@@ -206,7 +205,7 @@ class Following:
                 self._tell()
 
     async def _stream(self) -> None:
-        error: CarouselError = Unavailable("the process of batches has ended its stream")
+        error: CarouselError = Unavailable("the batches process has ended its stream")
         stream_id = self._stream_id = uuid.uuid4().hex
         try:
             async for message in self._open_stream(stream_id):
@@ -249,7 +248,7 @@ class Following:
 
 
 class _Receiving:
-    """The buffer of a reader: the bytes that have arrived and that it has not consumed."""
+    """A reader's buffer of bytes that have arrived but have not been consumed."""
 
     def __init__(self) -> None:
         self.has_ended = False  # whether the last item for this reader has arrived
@@ -268,7 +267,7 @@ class _Receiving:
             self._news.set_result(None)
 
     async def next(self) -> AnswerPart | None:
-        """Return all bytes since the last call, or None at the end. Raises the error that ended the answer."""
+        """Wait for bytes and return all that have arrived, or None at the end. Raises the answer's error, if any."""
         if not self._data and not self.has_ended:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
@@ -281,7 +280,7 @@ class _Receiving:
         return None if end is None else AnswerPart(b"", end)
 
     def take(self, num_bytes: int) -> int:
-        """Record bytes that the reader has consumed. Returns the number to report, or 0 while that can wait."""
+        """Record bytes that the reader has consumed. Returns the number to report now, or 0 if there are only few."""
         self._num_untold += num_bytes
         if self._num_untold < WINDOW_BYTES // 2:
             return 0

@@ -26,16 +26,16 @@ from deployments.serve.transport import (
 
 
 class ModelGossip:
-    """Implements `AdapterFleet` and `SchedulerSwitch` by calls to a replica deployment's handle.
+    """Implements `AdapterFleet` and `SchedulerSwitch` with calls to a replica deployment's handle.
 
-    Replicas that start later receive the table from each ingress that connects; other processes receive it from the
+    New replicas receive the table from the ingresses that connect to them, and new ingresses receive it from the
     replicas. A replica loads an adapter when a request first needs it.
     """
 
     def __init__(
         self, model: str, handle: DeploymentHandle, transport: ServeTransport, senders: Sequence[DeploymentHandle] = ()
     ) -> None:
-        """senders: the other deployments that send requests to the model."""
+        """`senders` are the other deployments that send requests to the model."""
         self._model = model
         self._handle = handle
         self._transport = transport
@@ -50,7 +50,7 @@ class ModelGossip:
         return adapters_in(self._transport.table)
 
     async def loaded(self) -> Answers[LoadedAdapters]:
-        """See `AdapterFleet`. Also merges the tables of all replicas that answer into this process's table."""
+        """See `AdapterFleet`. Also merges the responding replicas' tables into this process's table."""
         answers = await self._ask(self._transport.table)
         replicas = [
             LoadedAdapters(replica_id=each.replica_id, loaded=each.loaded, max_loaded=each.max_loaded)
@@ -81,11 +81,11 @@ class ModelGossip:
         return _scheduling_of(await self._ask(self._transport.table))
 
     async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
-        """See `SchedulerSwitch`. Raises Unavailable if no replica answers, because only replicas store the switch."""
+        """See `SchedulerSwitch`. Raises Unavailable if no replica responds, because only replicas store the switch."""
         override = SchedulerOverride(strategy=strategy, policy=policy)
         answers = await self._ask(with_entry(self._transport.table, OVERRIDE, override, now=time.time()))
         if not answers.reports:
-            raise Unavailable(f"no replica of {self._model!r} has answered; only replicas store a switch")
+            raise Unavailable(f"no replica of {self._model!r} responded, so the scheduler was not switched; try again")
         await self._tell_senders()
         return _scheduling_of(answers)
 

@@ -1,6 +1,6 @@
-"""Extends uvicorn's HTTP/1 protocol for Ray Serve, and corrects two kinds of requests that uvicorn handles wrongly.
+"""Extends uvicorn's HTTP/1 protocol for Ray Serve, and fixes two kinds of requests that uvicorn handles incorrectly.
 
-`ChunkedConnection` lets streams send pieces without waiting, and writes the pieces of all streams together.
+`ChunkedConnection` allows streams to send pieces without waiting, and writes the pieces of all streams together.
 
 Serve has no setting for the protocol. No upstream issues are known.
 """
@@ -28,25 +28,25 @@ class Protocol(HttpToolsProtocol):
     """A connection that ignores protocol upgrades, and sends no chunks to HTTP/1.0 clients.
 
     A server may ignore `Upgrade` (RFC 9110, 7.8), and this service has no WebSocket routes. uvicorn would accept a
-    WebSocket upgrade even from a POST, which then receives no response. For any other upgrade, such as those that
+    WebSocket upgrade even for a POST, which would then receive no response. For other upgrades, such as those that
     Java's HTTP client requests, httptools would not read the request's body.
     """
 
     _data = b""
-    _running: RequestResponseCycle | None = None  # the request that is being answered, or was last
+    _running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
 
     def data_received(self, data: bytes) -> None:
         self._data = data
         super().data_received(data)
 
     def _should_upgrade(self) -> bool:
-        """Return whether to call `handle_websocket_upgrade`: for every upgrade, but not for a tunnel (CONNECT)."""
+        """Return whether to call `handle_websocket_upgrade`: for every upgrade except a tunnel (CONNECT)."""
         return self.scope["method"] != "CONNECT"
 
     def handle_websocket_upgrade(self) -> None:
-        """Parse the head again without `Upgrade`, then the body. Called when the parser has stopped after the head."""
+        """Parse the head again without `Upgrade`, then the body. Called after the parser has stopped at the upgrade."""
         stopped = sys.exception()
-        assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this while it handles that error"
+        assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this while handling that error"
         rest = self._data[stopped.args[0] :]
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
@@ -61,7 +61,7 @@ class Protocol(HttpToolsProtocol):
         HttpToolsProtocol._start_asgi_task(self, cycle, partial(answer, cycle, app))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the running request as well. uvicorn notifies only the last one, which may be queued behind it."""
+        """Also notify the running request. uvicorn notifies only the last one, which may be queued behind it."""
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -70,10 +70,10 @@ class Protocol(HttpToolsProtocol):
 
 
 class ChunkedConnection:
-    """Sends the pieces of a response. Implements `Connection` of `app.api.http.sse`.
+    """Sends the pieces of a response. Implements `app.api.http.sse.Connection`.
 
-    The pieces of all connections are written together, after the work that creates them, so that the proxy that reads
-    them stays awake between two pieces. Waking a process takes several times as long as writing a piece.
+    The pieces of all connections are written together, after the work that creates them. The proxy then reads many
+    pieces without sleeping in between. Waking a process takes several times as long as writing a piece.
     """
 
     __slots__ = ("__weakref__", "_cycle", "_flow", "_outbox", "is_blocked", "loop", "sent_at")
@@ -87,24 +87,24 @@ class ChunkedConnection:
         self.sent_at = 0.0
 
     def may_send(self) -> bool:
-        """Return whether the connection is not blocked and the client has read enough of the data sent so far."""
+        """Whether the connection is not blocked and the client has read enough of the data so far."""
         return not (self.is_blocked or self._flow.write_paused)
 
     def send(self, data: bytes) -> None:
-        """Queue a piece of the body. It is written after the callbacks that are ready now."""
+        """Queue a piece of the body. It is written once the callbacks that are ready now have run."""
         if not self._outbox:
             self.loop.call_soon(_send_all, self._outbox, self.loop)
         self._outbox.append((self, data))
 
     def write(self, data: bytes, now: float) -> None:
-        """Write a piece to the socket as a chunk. Skips an empty piece, which would end the response."""
+        """Write a piece to the socket as a chunk. Skips empty pieces, because an empty chunk ends the response."""
         transport = self._cycle.transport
         if data and not (self._cycle.disconnected or transport.is_closing()):
             self.sent_at = now
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle as None, because Serve's own proxy pickles a request's scope, with this object, for an ingress."""
+        """Pickle as None. Serve's own proxy pickles the request's scope, which contains this object."""
         return type(None), ()
 
 
@@ -118,7 +118,7 @@ def _send_all(outbox: _Outbox, loop: asyncio.AbstractEventLoop) -> None:
     for connection, data in pieces:
         try:
             connection.write(data, now)
-        except Exception as error:  # the stream's task will raise it when it sends its next event
+        except Exception as error:  # the stream's task will raise the error when it sends its next event
             connection.is_blocked = True
             logger.warning("an event could not be sent: %s", described(error))
 
@@ -142,7 +142,7 @@ async def _answer_with_connection(
 async def _answer_without_chunks(
     cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Call the application so that its response is not chunked. Without a length, closing the connection ends it."""
+    """Call the application without chunking its response. If its length is unknown, closing the connection ends it."""
     has_length = False
 
     async def send_without_chunks(message: Message) -> None:

@@ -32,12 +32,12 @@ from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.shared_look import SharedQuery
 from deployments.serve.transport import answer_of, detached_call, to_carousel_error
 
-_ROOM_FOR_THE_REST = 64 * 1024  # bytes for everything but the body in a call that carries a request
-READY_CACHE_S = 1.0  # how long a readiness result is reused: probes need no key, so anyone can send many
+_ROOM_FOR_THE_REST = 64 * 1024  # bytes reserved in a call for everything except the request's body
+READY_CACHE_S = 1.0  # how long a readiness result is reused, because probes need no key and anyone can send many
 
 
 class Ingress(Sender):
-    """An HTTP process, which is ready once a replica of every model has sent its model info."""
+    """An HTTP process. Ready once a replica of every model has sent its model info."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Ingress(Sender):
         handles: Mapping[str, DeploymentHandle],
         batches: DeploymentHandle | None = None,
     ) -> None:
-        """See `Sender`. batches: the deployment that stores files and batches; None if batches are not configured."""
+        """See `Sender`. `batches` is the deployment that stores files and batches, or None if it is not configured."""
         collect_later()
         pools = SharedPools(
             max_ingress_requests(config),
@@ -57,7 +57,7 @@ class Ingress(Sender):
         accept_odd_headers()
         leave_request_ids_alone()
         use_own_protocol()
-        # On a cluster, no launcher has checked this.
+        # Checked again here, because the launcher is not used on a cluster.
         check_exposure(http_host(), config.api)
         self._service = None if batches is None else cast(BatchService, _RemoteService(batches))
         self._fleets = {name: client.fleet for name, client in self._clients.items()}
@@ -65,7 +65,7 @@ class Ingress(Sender):
         self._is_ready = SharedQuery(self._look_at_replicas, holds_s=READY_CACHE_S)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application once a replica of every model runs. Serve calls this after construction."""
+        """Return the ASGI application once a replica of every model is running. Called by Serve after construction."""
         handler = await self.make_handler()
         service = self._service
         if service is not None:
@@ -89,7 +89,7 @@ class Ingress(Sender):
         )
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:
-        """Cancel a request if this process is running it, and return whether it was. Other ingresses call this."""
+        """Cancel a request. Returns whether this process was running it. Also called by other ingresses."""
         return await self._running.cancel(request_id, account)
 
     async def _cancel(self, request_id: str, account: str | None) -> bool:
@@ -98,14 +98,14 @@ class Ingress(Sender):
         return any((await answers_of(this_deployment(), "cancel_request", request_id, account)).reports)
 
     async def _look_at_replicas(self) -> bool:
-        """Return whether every model has a replica that answers. Models that may sleep always count as ready."""
-        # A call to a sleeping model would wake it.
+        """Return whether every model has a responsive replica. Models that may sleep always count as ready."""
+        # A call to a sleeping model would wake it up.
         awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
         return all(await asyncio.gather(*(client.answers() for client in awake)))
 
 
 class _RemoteService:
-    """Implements `BatchService` by calls to the batches deployment, one for each method.
+    """Implements `BatchService` with calls to the batches deployment.
 
     Calls are detached from HTTP requests, because a client that disconnects must not cancel work that is half done or
     that other clients need.
@@ -119,12 +119,12 @@ class _RemoteService:
         return partial(self._detached, "call", method)
 
     async def create_response(self, new: NewResponse) -> None:
-        """See `BatchService`. Raises BodyTooLarge if the body does not fit into a Serve call."""
+        """See `BatchService`. Raises BodyTooLarge if the body does not fit in a Serve call."""
         limit = max_call_bytes() - _ROOM_FOR_THE_REST
         if len(new.body) > limit:
             raise BodyTooLarge(
-                f"the body has {len(new.body):,} bytes; at most {limit:,} can be stored here, unless the cluster is "
-                f"started with a higher RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+                f"the body has {len(new.body):,} bytes; the limit for stored responses is {limit:,}, unless the "
+                f"cluster is started with a higher RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
             )
         await self._detached("call", "create_response", new)
 

@@ -1,4 +1,4 @@
-"""Reads API keys from a file, and follows its changes while the process runs."""
+"""Reads API keys from a file, and applies changes to the file while the process is running."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from deployments.serve.settings import read_keys
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-MAX_SILENCE_S = 60.0  # after this long without a check of the file, the process is unhealthy: revoked keys stay valid
+MAX_SILENCE_S = 60.0  # without a check for this time, the process is unhealthy, because revoked keys remain valid
 
 
 class Keys:
-    """The valid API keys. Changes of the file apply within `LOOK_EVERY_S`; a file with mistakes changes nothing."""
+    """The valid API keys. Changes to the file apply within `LOOK_EVERY_S`. A file with mistakes is ignored."""
 
     def __init__(self, config: ApiConfig, pools: SharedPools | None = None) -> None:
-        """pools: shared by the accounts of all keys. Raises InvalidSetup if the file contains mistakes."""
+        """`pools` is shared by the accounts of all keys. Raises InvalidSetup if the file contains mistakes."""
         self._path = Path(config.keys_file).expanduser() if config.keys_file else None
         self._looked_at: float | None = None
         self._reported = ""
         self._state = self._look()
-        # `read_keys` refuses a file without keys, so emptying the file cannot turn authentication off.
+        # `read_keys` rejects a file without keys, so emptying the file cannot disable authentication.
         self._ring = None if self._path is None else KeyRing(read_keys(self._path), pools=pools)
         self.authenticator: Authenticator = self._ring or without_keys(config, pools)
 
@@ -48,12 +48,12 @@ class Keys:
                 self._looked_at = time.monotonic()
 
     def check_health(self) -> None:
-        """Raise Failure if no check of the file has ended for `MAX_SILENCE_S`, for example because the disk hangs."""
+        """Raise Failure if no check has succeeded for `MAX_SILENCE_S`, for example because the disk hangs."""
         if self._looked_at is None:
             return
         silence_s = time.monotonic() - self._looked_at
         if silence_s > MAX_SILENCE_S:
-            raise Failure(f"the file of API keys has not been read for {silence_s:.0f} s; a revoked key may be valid")
+            raise Failure(f"the file of API keys has not been read for {silence_s:.0f} s; revoked keys may still work")
 
     def refresh(self) -> None:
         """Check the file now, and apply changed keys."""
@@ -76,15 +76,15 @@ class Keys:
         self._state, keys = changed
         self._reported = ""
         self._ring.replace(keys)
-        logger.info("there are %d API keys now: %s", len(keys), ", ".join(key.name for key in keys))
+        logger.info("the API keys have changed; there are now %d: %s", len(keys), ", ".join(key.name for key in keys))
 
     def _report(self, mistake: str) -> None:
         if mistake != self._reported:
-            logger.error("the API keys stay as they were: %s", mistake)
+            logger.error("the API keys remain unchanged: %s", mistake)
         self._reported = mistake
 
     def _look(self) -> tuple[int, ...]:
-        """Return the file's modification time, size and inode, to detect changes."""
+        """Return the file's modification time, size and inode, by which changes are detected."""
         if self._path is None:
             return ()
         try:

@@ -42,7 +42,7 @@ from deployments.serve.shared_look import SharedQuery
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
-_READ_IN_A_TURN = 50  # replica reports to decode before other tasks may run
+_READ_IN_A_TURN = 50  # replica reports to decode before other tasks can run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class IngressReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCounts:
-    """A summary of the counts that an ingress knows, so that another one can send those that it lacks."""
+    """A summary of the counts that an ingress has stored, so that other ingresses can send the missing ones."""
 
     replicas: Mapping[str, Known[EngineCounts]]  # by model
     senders: Known[Snapshot]
@@ -66,34 +66,34 @@ class KnownCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterCounts:
-    """The counts that an ingress knows and the sender of `KnownCounts` lacks."""
+    """An ingress's counts that are missing in the `KnownCounts` of another ingress."""
 
     replicas: Mapping[str, Later[EngineCounts]]  # by model
     senders: Later[Snapshot]
 
 
 class AllSenders(Protocol):
-    """All processes that send requests. Tests implement this inside one process."""
+    """All processes that send requests. Tests implement this within one process."""
 
     @property
     def itself(self) -> tuple[str, str]:
-        """The names of this process: (deployment, id)."""
+        """This process's deployment and id."""
         ...
 
     async def reports(self) -> Answers[IngressReport]:
-        """Return the reports of all processes that answer in time, which may include this process."""
+        """Return the reports of all processes that respond in time, possibly including this process."""
         ...
 
     async def later_counts(self, known: KnownCounts) -> Answers[LaterCounts]:
-        """Return the counts that this process lacks, from each ingress that answers in time."""
+        """Return the counts that are missing in `known`, from each ingress that responds in time."""
         ...
 
 
 class ServeSenders:
-    """Implements `AllSenders` by calls through Serve's handles."""
+    """Implements `AllSenders` with calls to Serve's handles."""
 
     def __init__(self, others: Sequence[DeploymentHandle]) -> None:
-        """others: the deployments that send requests, apart from this process's own."""
+        """`others` are the other deployments that send requests."""
         self._others = others
 
     @property
@@ -127,7 +127,7 @@ class MetricsCollector:
         fleets: Mapping[str, Fleet],
         senders: AllSenders,
     ) -> None:
-        """requests: this process's own measurements. fleets: by model name."""
+        """`requests` has this process's own measurements. `fleets` is by model name."""
         self._models = models
         self.requests = requests
         self.loop = LoopMonitor()  # the caller must start it
@@ -135,7 +135,7 @@ class MetricsCollector:
         self._senders = senders
         self._known = {name: ProcessCounts(lambda counts: counts.num_counted, sum_counts) for name in fleets}
         self._known_senders: ProcessCounts[Snapshot] = ProcessCounts(num_counted, merge)
-        self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas that the last scrape asked
+        self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas in the last scrape
         self._unread: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas whose metrics could not be read
         self.expose = SharedQuery(self._expose)
         self.wanted_replicas = SharedQuery(self._wanted_replicas)
@@ -151,7 +151,7 @@ class MetricsCollector:
         )
 
     def later_counts(self, known: KnownCounts) -> LaterCounts:
-        """Return the counts that this process knows and the calling ingress lacks. See `AllSenders`."""
+        """Return this process's counts that are missing in `known`. See `AllSenders`."""
         return LaterCounts(
             replicas={
                 name: here.beyond(known.replicas[name]) for name, here in self._known.items() if name in known.replicas
@@ -160,7 +160,7 @@ class MetricsCollector:
         )
 
     async def _expose(self) -> list[bytes]:
-        """Return the text of /metrics in pieces. It includes all ingresses and replicas that answer in time."""
+        """Return the text of /metrics in pieces, for all ingresses and replicas that respond in time."""
         text = []
         for piece in pieces(await self._scrape()):
             text.append(piece)
@@ -168,7 +168,7 @@ class MetricsCollector:
         return text
 
     async def _wanted_replicas(self) -> list[Json]:
-        """Return each autoscaled model's current and wanted number of replicas, and the reason."""
+        """Return each autoscaled model's current and desired number of replicas, and the reason."""
         if all(model.replicas.autoscaling is None for model in self._models):
             return []
         scrape = await self._scrape()
@@ -203,14 +203,14 @@ class MetricsCollector:
         )
 
     async def _ask_replicas(self, model: str) -> _Answered:
-        """Ask a model's replicas for their metrics, and store their counts."""
+        """Request the metrics of a model's replicas, and store their counts."""
         answers = await self._fleets[model].ask_metrics(SCRAPE_TIMEOUT_S)
         found: dict[str, ReplicaMetrics] = {}
         unread: dict[str, str] = {}
         for number, replica_id in enumerate(answers):
             if number % _READ_IN_A_TURN == 0:
                 await asyncio.sleep(0)
-            answer, answers[replica_id] = answers[replica_id], None  # free each answer, as 1,000 of them take 20 MB
+            answer, answers[replica_id] = answers[replica_id], None  # to free memory: 1,000 answers use 20 MB
             if answer is None:
                 continue
             try:
@@ -229,14 +229,14 @@ class MetricsCollector:
         if new:
             example = min(new)
             logger.warning(
-                "the metrics of %d replicas of %s cannot be read, and /metrics is without them; replica %s: %s",
+                "the metrics of %d replicas of %s cannot be read and are missing from /metrics; replica %s: %s",
                 len(unread), model, example, unread[example],
             )  # fmt: skip
 
     async def _learn_of_gone(self, senders: Collection[str]) -> int:
-        """Store counts of ended processes that other ingresses know. Returns how many ingresses did not answer.
+        """Fetch other ingresses' counts of processes that have ended. Returns how many ingresses did not respond.
 
-        Only ingresses collect metrics, so only they know the counts of processes that have ended.
+        Only ingresses collect metrics, so only they have the counts of ended processes.
         """
         known = KnownCounts(
             replicas={name: each.known() for name, each in self._known.items()}, senders=self._known_senders.known()
@@ -254,14 +254,14 @@ class MetricsCollector:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """The metrics that a model's replicas have sent, and the number of replicas whose metrics are missing."""
+    """The metrics of a model's replicas, and the number of replicas whose metrics are missing."""
 
     metrics: Sequence[ReplicaMetrics]
     num_missing: int
 
 
 def this_deployment() -> DeploymentHandle:
-    """Return a handle of the deployment that this process belongs to."""
+    """Return a handle to the deployment of this process."""
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
 
@@ -271,10 +271,10 @@ async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) 
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             calls = await begin_call_on_all_replicas(handle, method, *arguments)
-    except DeploymentUnavailableError:  # it has no replicas now
+    except DeploymentUnavailableError:  # it currently has no replicas
         return Answers(reports=[])
     except Exception as error:
-        logger.warning("no %s of %s: %s", method, handle.deployment_name, described(error))
+        logger.warning("`%s` of deployment %s failed: %s", method, handle.deployment_name, described(error))
         return Answers(reports=[], num_missing=1)
     tasks = [asyncio.ensure_future(call.get_async()) for call in calls]
     done, late = await asyncio.wait(tasks, timeout=SCRAPE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Connects the API to the replicas of a model."""
+"""Connects the API to a model's replicas."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from deployments.serve.transport import ServeTransport, to_carousel_error
 logger = logging.getLogger(__name__)
 
 
-# By deployment name. Serve constructs routers and cannot pass them a registry, so they import this module to find it.
+# By deployment name. Serve constructs the routers and cannot pass them a registry, so they look it up here.
 _registries: dict[str, ReplicaRegistry] = {}
 
 
 def registry_of(deployment: str) -> ReplicaRegistry | None:
-    """Return a deployment's registry, or None if this process sends it no requests."""
+    """Return a deployment's registry, or None if this process does not send requests to the deployment."""
     return _registries.get(deployment)
 
 
@@ -38,7 +38,7 @@ class ModelClient:
     """All replicas of a model, behind their deployment's handle."""
 
     def __init__(self, model: ServedModelConfig, handle: DeploymentHandle, metrics: FleetMetrics) -> None:
-        """handle: must be unused, because its router looks for the registry only once, on first use."""
+        """`handle` must be unused, because its router looks up the registry only once, on first use."""
         replicas = model.replicas
         registry = ReplicaRegistry(
             make_policy(replicas.dispatch, random.Random()),
@@ -62,12 +62,12 @@ class ModelClient:
         self.generate: Generate = self.fleet.generate
 
     async def model_info(self) -> ModelInfo:
-        """Return the model info. Waits until a replica runs; raises if the replicas cannot start."""
+        """Return the model info once a replica is running. Raises if the replicas cannot start."""
         model_info: ModelInfo = await self._handle.facts.remote()
         return model_info
 
     async def answers(self) -> bool:
-        """Return whether a replica answers within three seconds. Being refused because all are full counts as well."""
+        """Return whether a replica responds within three seconds. A refusal because all are full also counts."""
         ready_timeout_s = 3.0
         try:
             await asyncio.wait_for(self.model_info(), ready_timeout_s)
@@ -77,7 +77,7 @@ class ModelClient:
 
 
 async def served_model(model: ServedModelConfig, path: str, client: ModelClient) -> ServedModel:
-    """Return the model for `app.api`. Waits until a replica runs. path: the model's resolved folder."""
+    """Return the model for `app.api` once a replica is running. `path` is the model's resolved folder."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.engine.model.revision)
     form = await asyncio.to_thread(_tool_format, model.tool_parser, tokenizer)
     model_info = await client.model_info()

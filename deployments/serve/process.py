@@ -10,31 +10,31 @@ import threading
 import time
 from pathlib import Path
 
-# Parameters of glibc's mallopt(3). When large blocks are freed, glibc raises the size from which blocks are mapped
-# separately, up to 32 MiB. Request bodies then lie between small blocks, so their memory never returns to the system.
+# Parameters of glibc's mallopt(3). Whenever a large block is freed, glibc raises the size above which blocks are mapped
+# separately, up to 32 MiB. Request bodies are then allocated between small blocks, and their memory is never returned.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-# Bodies of many small values leave free blocks between others. Returning these takes a thread about 5 ms.
+# Bodies with many small values leave free blocks between blocks in use. It takes a thread about 5 ms to return these.
 TRIM_EVERY_S = 5.0
-# Seconds between collections of new objects, and the least seconds between collections of all objects.
+# Seconds between collections of new objects, and the minimum between collections of all objects.
 COLLECT_EVERY_S, COLLECT_ALL_EVERY_S = 0.25, 60.0
 
 
 def log_where_serve_does() -> None:
     """Send the log records of `app` and `deployments` to Serve's handlers, at Serve's level.
 
-    Otherwise, Ray drops records below WARNING and writes others to the worker's stderr instead of Serve's files.
+    Otherwise, records below WARNING would be dropped, and other records written to the worker's stderr.
     """
     serves = logging.getLogger("ray.serve")
     for room in ("app", "deployments"):
         ours = logging.getLogger(room)
-        # In throughput mode, Serve buffers a thousand lines. Our few lines bypass the buffer, to appear at once.
+        # In throughput mode, Serve buffers a thousand lines. Our few lines bypass the buffer to appear immediately.
         ours.handlers = [getattr(handler, "target", None) or handler for handler in serves.handlers]
         ours.setLevel(serves.getEffectiveLevel())
         ours.propagate = False
 
 
 def collect_later() -> None:
-    """Disable garbage collection while loading, which creates no garbage. `freeze_loaded` enables it again."""
+    """Disable garbage collection during loading, which creates no garbage. `freeze_loaded` enables it again."""
     gc.disable()
 
 
@@ -43,8 +43,8 @@ def freeze_loaded() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-    # With Python's default of 700, collections would often visit the objects of running requests in vain: an ended
-    # request leaves no cycles, except for a small one of Ray Serve if its client has gone.
+    # With Python's default of 700, collections would often visit the objects of running requests and find nothing. An
+    # ended request leaves no cycles, except for a small one in Ray Serve if the client has disconnected.
     allocations_between = 5_000
     gc.set_threshold(allocations_between)
 
@@ -52,24 +52,24 @@ def freeze_loaded() -> None:
 def collect_in_pieces() -> None:
     """Keep collections short in a process with thousands of running requests. Call after `freeze_loaded`.
 
-    Python collects when it has created many more objects than it has freed. That is seldom while streams run, and then
-    a collection visits the new objects of all streams: when many requests arrive or move at once, it takes 0.1 s with
-    20,000 streams, and 0.4 s if it visits all objects. Instead of Python's schedule, a thread collects new objects so
-    often that there are never many. It collects all objects while few streams run, or after ten minutes.
+    Python collects when it has created many more objects than it has freed. This is rare while streams are running, and
+    each collection then visits the new objects of all streams. If many of 20,000 streams start or move together, it
+    takes 0.1 s, or 0.4 s if it visits all objects. Instead, a thread collects new objects so often that there are never
+    many. It collects all objects while few streams are running, or after ten minutes.
 
-    Finalizers run in the collecting thread, which with Python's own schedule can be any thread. That is safe: tasks and
-    futures only log, asyncio makes the event loop close asynchronous generators, and waiting tasks and open transports
-    are never garbage, because their owners hold them.
+    Finalizers run in the collecting thread; with Python's own schedule, this could be any thread. This is safe: tasks
+    and futures only log, asyncio makes the event loop close asynchronous generators, and waiting tasks and open
+    transports are never garbage, because their owners refer to them.
     """
     gc.disable()
     threading.Thread(target=_keep_collected, name="collections", daemon=True).start()
 
 
 def _keep_collected() -> None:
-    """Collect new objects every `COLLECT_EVERY_S`, and all objects seldom. Never returns."""
-    most_share = 0.001  # the largest share of time that collections of all objects may take
-    quiet_s = 0.005  # while few streams run, collecting new objects takes less than this
-    lately_s = 0.0  # the longest recent collection of new objects; decays within seconds
+    """Collect new objects every `COLLECT_EVERY_S`, and occasionally all objects. Never returns."""
+    most_share = 0.001  # collections of all objects may take at most this share of the time
+    quiet_s = 0.005  # collecting new objects takes less than this while few streams are running
+    lately_s = 0.0  # duration of the longest recent collection of new objects; decays within seconds
     all_at = time.monotonic() + COLLECT_ALL_EVERY_S
     while True:
         time.sleep(COLLECT_EVERY_S)
@@ -86,10 +86,10 @@ def _keep_collected() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return the memory of large request bodies to the system. Call before all other work.
+    """Make glibc return the memory of large request bodies to the system. Call this before all other work.
 
-    Does nothing without glibc 2.33 or later. Meant only for processes that read request bodies: in a process that
-    runs models, tensors are the large blocks, and mapping each of them would cost time.
+    Requires glibc 2.33, and otherwise does nothing. Only for processes that read request bodies: in a process that runs
+    models, the large blocks are tensors, and mapping each of them separately would cost time.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
@@ -103,10 +103,10 @@ def return_freed_memory() -> None:
 
 
 def _keep_trimmed(libc: ctypes.CDLL) -> None:
-    """Return freed memory to the system each time it has grown by 16 MiB above a level. Never returns.
+    """Return freed memory to the system whenever it exceeds a level by 16 MiB. Never returns.
 
-    The level is what a trim cannot return. It only rises to bytes that two trims in a row have left, because the
-    process may free bytes just after the first trim.
+    The level is the number of free bytes that a trim cannot return. It only rises to a value that two consecutive
+    checks have found, because the process may free bytes just after the first trim.
     """
     rise_bytes = 16 * 2**20
     level = previous = 0
@@ -132,9 +132,9 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
-    """Return the resident bytes minus the bytes that malloc has allocated, in arenas and in separate mappings.
+    """Return the resident bytes that malloc has not allocated, neither in arenas nor in separate mappings.
 
-    The resident bytes are read first, so that memory allocated between the two reads does not count as free.
+    The resident bytes are read first, so that memory that is allocated in between does not count as free.
     """
     resident = _resident_bytes()
     info = libc.mallinfo2()

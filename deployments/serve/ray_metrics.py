@@ -1,7 +1,7 @@
 """Exports metrics under vLLM's names through `ray.util.metrics`, for the LLM board of Ray's dashboard.
 
-The board joins these metrics with Serve's by process, so each process exports only its own: an ingress those of
-requests, a replica those of its engine.
+The board joins these metrics with Serve's by process. Each process therefore exports only its own metrics: an ingress
+exports request metrics, and a replica exports its engine's metrics.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from app.metrics.vllm_names import ModelReport, vllm_families
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 10.0  # the period at which Ray's agents export
-# The metrics on Ray's board, apart from those with a value per token or step, because each value costs a call of Ray.
+_EVERY_S = 10.0  # Ray's agents export with the same period
+# The metrics on Ray's board, except those with a value per token or step, because each value costs a call to Ray.
 _OF_REQUESTS = (
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:time_to_first_token_seconds",
     "vllm:request_time_per_output_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens",
@@ -51,7 +51,7 @@ def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class ValueBucket:
-    """How many of a histogram's values are in the range (lower, upper]."""
+    """The number of a histogram's values in the range (lower, upper]."""
 
     lower: float
     upper: float
@@ -59,10 +59,10 @@ class ValueBucket:
 
 
 class RayMetrics:
-    """Exports metrics to Ray. Ray's counters require differences, so this object stores the last exported values."""
+    """Exports metrics to Ray. Stores the last exported values, because Ray's counters require differences."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """families: returns the process's metric families, with counts since its start."""
+        """`families` returns the process's metric families, with counts since the process started."""
         self._families = families
         self._handed: dict[tuple[str, tuple[str, ...]], float] = {}  # last exported value, by sample name and labels
         self._made: dict[str, Any] = {}  # Ray's metrics, by name
@@ -77,7 +77,7 @@ class RayMetrics:
                 logger.warning("metrics could not be exported to Ray: %s", described(error))
 
     async def hand_over(self) -> None:
-        """Export the new values, one call of Ray for each. Lets other tasks run between two families."""
+        """Export the new values, with one call to Ray for each. Other tasks can run between two families."""
         for family in self._families():
             self._hand_over(family)
             await asyncio.sleep(0)
@@ -111,7 +111,7 @@ class RayMetrics:
             metric.inc(new, tags=sample.labels)
 
     def _new_values(self, family: Metric) -> Iterator[tuple[dict[str, str], list[ValueBucket], float]]:
-        """Yield (labels, new bucket counts, new sum) for each histogram, whose samples are buckets, count, sum."""
+        """Yield (labels, new bucket counts, new sum) for each histogram. Its samples are buckets, count and sum."""
         buckets: list[ValueBucket] = []
         lower = below = 0.0
         for sample in family.samples:
@@ -135,13 +135,13 @@ class RayMetrics:
 def representatives(buckets: Sequence[ValueBucket], total: float) -> list[tuple[float, float]]:
     """Return (value, count) pairs that reproduce the bucket counts and, if the buckets allow it, the sum.
 
-    Every value lies at the same share of its bucket's width. The last bucket is taken to end at twice its lower bound.
+    All values are at the same share of their bucket's width. The last bucket is assumed to end at twice its start.
     """
     filled = [each for each in buckets if each.count]
     least = sum(each.count * each.lower for each in filled)
     width = sum(each.count * _width(each) for each in filled)
     share = min(1.0, max(0.0, (total - least) / width)) if width else 0.0
-    # A value at the lower bound itself would fall into the previous bucket.
+    # A value equal to the lower bound would belong to the previous bucket.
     return [(each.lower + max(share, 1e-6) * _width(each), each.count) for each in filled]
 
 

@@ -1,4 +1,4 @@
-"""The replica deployment: serves an engine's requests over a socket, and its control calls through Serve's handle."""
+"""The replica deployment: serves requests on an engine over a socket, and control calls through Serve's handle."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ from deployments.threads import AskedThreads, keep_near, keep_waits_for_the_inte
 
 
 class Replica(StopsWithServe):
-    """A Serve actor with one device and one engine."""
+    """A Serve actor that runs one engine."""
 
     def __init__(self, model: ServedModelConfig, threads: AskedThreads) -> None:
-        """Load the weights and start the engine. threads: `num_threads` of all engines of the application.
+        """Load the weights and start the engine. `threads` lists `num_threads` of all the application's engines.
 
-        Raises:
-            InvalidSetup: the model cannot be served as configured.
+        Raises InvalidSetup if the model cannot be served as configured.
         """
         collect_later()
         log_where_serve_does()
@@ -64,10 +63,10 @@ class Replica(StopsWithServe):
         )
         freeze_loaded()
         progress.report_step(progress.JOINING)
-        if model.replicas.num_gpus > 0:  # on two CPU cores without a GPU, short waits cost 10% of the throughput
+        if model.replicas.num_gpus > 0:  # without a GPU, on two CPU cores, short waits cost 10% of the throughput
             keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()
-        # Serve calls the constructor on the event loop. Naming causes of stalls would interrupt the engine's thread.
+        # Serve calls the constructor on the event loop. Finding a stall's cause would interrupt the engine's thread.
         self._loop.start(names_causes=False)
         to_ray = RayMetrics(lambda: families_of_engine(model.name, self._engine_report()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
@@ -75,13 +74,13 @@ class Replica(StopsWithServe):
     async def reconfigure(self, user_config: object, rank: ReplicaRank) -> None:
         """Apply a `user_config` and a rank. Serve calls this after construction and whenever one of them changes.
 
-        `user_config` is `{"scheduler": {...}}`, see `settings.apply_override`. The rank determines the group: a replica
-        that inherits an ended replica's rank also inherits its group, so that no group is empty after updates and
-        scaling.
+        `user_config` is `{"scheduler": {...}}` (see `settings.apply_override`). The rank determines the group: a new
+        replica that receives an ended replica's rank also receives its group, so that no group is empty after updates
+        and scaling.
 
-        Returns once the settings are in force, so that Serve reports the deployment as healthy only when all replicas
-        use them. No request is lost. Raises InvalidSetup if the settings cannot be applied, which Serve's status shows
-        if a `user_config` was the cause.
+        Returns once the settings are in effect, so that Serve reports the deployment as healthy only when all replicas
+        use them. No requests are lost. Raises InvalidSetup if the settings cannot be applied. Serve's status shows the
+        error if it was caused by a `user_config`.
         """
         group, user_config = group_of_rank(rank.rank, groups_of(self._model)), user_config or {}
         if (group, user_config) == (self._group, self._user_config):
@@ -101,7 +100,7 @@ class Replica(StopsWithServe):
     async def gossip(self, table: Table = MappingProxyType({})) -> GossipAnswer:
         """Merge another process's table, apply the changes, and return this replica's state.
 
-        Ignores an override that was made under another `user_config`.
+        An override that was made under a different `user_config` is ignored.
         """
         before, override = self._table, table.get(OVERRIDE)
         if override is not None and override.value.user_config not in (None, self._user_config):
@@ -132,7 +131,7 @@ class Replica(StopsWithServe):
         return self._tuned if override is None else override.value.applied_to(self._tuned)
 
     def _configured_adapters(self, paths: Mapping[str, str]) -> Table:
-        """Return the table of configured adapters. Loads each once, so that an unusable one prevents the start."""
+        """Return the table of configured adapters. Loads each once, so that startup fails if one is unusable."""
         if paths and self._engine.adapters is None:
             raise InvalidSetup(f"models[].adapters: got {', '.join(paths)}; {NO_ADAPTERS}")
         found = {name: adapter_at(name, path) for name, path in paths.items()}
@@ -142,7 +141,7 @@ class Replica(StopsWithServe):
         return {name: Entry(0.0, adapter) for name, adapter in found.items()}
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Load an adapter that is not served yet. Raises UnsupportedAdapter, or Overloaded if memory is full."""
+        """Load a new adapter. Raises UnsupportedAdapter, or Overloaded if memory is full."""
         if self._engine.adapters is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
         adapter = await asyncio.to_thread(adapter_at, name, path)
@@ -181,11 +180,11 @@ class Replica(StopsWithServe):
         return use_of(self._engine.stats(), self._engine.measurements())
 
     def check_health(self) -> None:
-        """Raise if the engine no longer runs. Serve then replaces the replica."""
+        """Raise if the engine is no longer running. Serve then replaces the replica."""
         self._engine.check_health()
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
-        """See `StopsWithServe`. The coroutine drains requests on sockets, which Serve does not count."""
+        """See `StopsWithServe`. The coroutine waits for the requests on sockets, which Serve does not count."""
         if not hasattr(self, "_frame_server"):  # the constructor has failed
             return None
         if not self._frame_server.is_idle:

@@ -38,7 +38,7 @@ from deployments.serve.tracing import tracer_of_environment
 
 
 class Sender:
-    """Holds a client for each model, the API keys, the metrics, and the gossip with other processes."""
+    """Owns a client for each model, the API keys, the metrics, and the gossip with other processes."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Sender:
         batches: DeploymentHandle | None = None,
         pools: SharedPools | None = None,
     ) -> None:
-        """paths, handles: resolved model paths and replica deployments, by model name.
+        """`paths` and `handles` contain resolved model paths and replica deployments by model name.
 
-        batches: the batches deployment, or None in its own process. pools: shared by the accounts of all keys.
+        `batches` is the batches deployment, or None in its own process. `pools` is shared by the accounts of all keys.
         """
         log_where_serve_does()
         return_freed_memory()
-        allow_many_files()  # on a cluster, no launcher has raised the limit
+        allow_many_files()  # the launcher, which raises the limit, is not used on a cluster
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths
@@ -76,7 +76,7 @@ class Sender:
         }
 
     async def make_handler(self) -> RequestHandler:
-        """Return the handler of requests. Waits until a replica of every model runs, and starts background tasks."""
+        """Return the request handler once a replica of every model is running. Also starts background tasks."""
         models = [
             await served_model(model, self._paths[model.name], self._clients[model.name])
             for model in self._config.models
@@ -116,15 +116,15 @@ class Sender:
         self._keys.check_health()
 
     async def metrics_report(self) -> IngressReport:
-        """Return this process's metrics, for the ingress that answers a scrape."""
+        """Return this process's metrics. Called by the ingress that answers a scrape."""
         return self._metrics.report()
 
     def later_counts(self, known: KnownCounts) -> LaterCounts:
-        """Return the counts that this process knows and the ingress that answers a scrape lacks."""
+        """Return this process's counts that are missing in `known`. Called by the ingress that answers a scrape."""
         return self._metrics.later_counts(known)
 
     def admin_report(self) -> ProcessReport:
-        """Return this process's view of keys and replicas, for the ingress that answers an admin request."""
+        """Return this process's view of keys and replicas. Called by the ingress that answers an admin request."""
         registries = {model.name: registry_of(model.deployment_name) for model in self._config.models}
         return ProcessReport(
             process=serve.get_replica_context().replica_id.unique_id,
@@ -134,11 +134,11 @@ class Sender:
         )
 
     def note_gossip(self, model: str, table: Table) -> None:
-        """Merge the table of a process that has changed a model's adapters or scheduler."""
+        """Merge the table of a process that has changed the model's adapters or scheduler."""
         self._gossip[model].note(table)
 
     async def collect_admin_reports(self) -> Answers[ProcessReport]:
-        """Return the reports of all processes that send requests, including this one, if they answer in time."""
+        """Return the reports of all processes that send requests and respond in time, always including this one."""
         asked = await asyncio.gather(
             *(answers_of(handle, "admin_report") for handle in (this_deployment(), *self._other_senders))
         )

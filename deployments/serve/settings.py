@@ -1,4 +1,4 @@
-"""Reads and checks `serve.yaml` before anything starts. Does not import Ray, so that this is quick."""
+"""Reads and checks `serve.yaml` before anything is started. Does not import Ray, to be quick."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ SettingsT = TypeVar("SettingsT", bound=BaseModel)
 SERVE_YAML = PROJECT / "deployments" / "serve.yaml"  # the default file
 BATCHES_CPUS = 0.1  # reserved for the batches process, which mostly waits for replicas and disks
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-# Reserved for an ingress, which may use a whole core. The reservation is small, so that two replicas of half a core, an
-# ingress and its successor in an update fit on two cores. Larger nodes have cores to spare.
+# Reserved for an ingress, which may use a whole core. The reservation is small so that two replicas with half a core
+# each, an ingress, and its successor during an update fit on two cores. Larger nodes have cores to spare.
 INGRESS_CPUS = 0.25
 
 
-# The names of Serve's settings by level, which a test compares with Serve's schema. Our own settings are in `args`.
+# The names of Serve's settings by level. A test compares them with Serve's schema. Our own settings are in `args`.
 SERVE_NAMES: Mapping[str, tuple[str, ...]] = {
     "": (
         "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
@@ -85,17 +85,17 @@ class ServeFile:
 
     host: str
     port: int
-    applications: dict[str, ApplicationConfig]  # only those of this project, by name
-    # (path in `args`, model), for all models with valid settings, even if their application contains other mistakes.
+    applications: dict[str, ApplicationConfig]  # this project's applications, by name
+    # (path in `args`, model) for all models with valid settings, even if their application contains other mistakes.
     models: tuple[tuple[str, ServedModelConfig], ...] = ()
 
 
 class Mistakes(list[str]):
-    """A list of mistakes, each of which is a line for the user."""
+    """A list of mistakes. Each is one line for the user."""
 
     @contextmanager
     def noted(self, at: str = "") -> Iterator[None]:
-        """Return a context that records an InvalidSetup and suppresses it. at: a prefix that names the setting."""
+        """Return a context that suppresses InvalidSetup and records it. The prefix `at` names the setting."""
         try:
             yield
         except InvalidSetup as error:
@@ -103,7 +103,7 @@ class Mistakes(list[str]):
 
 
 def read_serve_file(path: Path) -> ServeFile:
-    """Read and check a Serve config file. Raises InvalidSetup with a line per mistake."""
+    """Read and check a Serve config file. Raises InvalidSetup with one line per mistake."""
     file, mistakes = examined(path)
     if mistakes:
         raise InvalidSetup("\n".join(mistakes))
@@ -113,12 +113,12 @@ def read_serve_file(path: Path) -> ServeFile:
 def examined(path: Path) -> tuple[ServeFile, Mistakes]:
     """Return the valid parts of a Serve config file, and all its mistakes.
 
-    Raises InvalidSetup if the file is not a Serve config file with an application of this project.
+    Raises InvalidSetup if the file is not a Serve config file or contains no application of this project.
     """
     document = read_yaml(path)
     entries = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise InvalidSetup(f"{path}: has no list of `applications`; see deployments/serve.yaml")
+        raise InvalidSetup(f"{path}: contains no list of `applications`; see deployments/serve.yaml")
     builder = "deployments.serve.application:build"
     ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == builder}
     if not ours:
@@ -144,7 +144,7 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
 
 
 def place_in(application: str, all_of_them: Collection[str]) -> str:
-    """Return a prefix that names an application in mistakes, which is empty if there is only one."""
+    """Return a prefix that names an application in messages. Empty if there is only one application."""
     return f"application {application!r}" if len(all_of_them) > 1 else ""
 
 
@@ -156,7 +156,7 @@ def _deployments_of(application: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
-    """Yield a mistake for each unknown name of Serve's settings. Serve would silently ignore these."""
+    """Yield a mistake for each setting that Serve does not know and would silently ignore."""
     yield from _unknown(document, "", "")
     for name in ("http_options", "grpc_options", "logging_config"):
         yield from _unknown(document.get(name), name, name)
@@ -172,12 +172,12 @@ def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
 def _unknown(given: object, level: str, at: str) -> Iterator[str]:
     known = SERVE_NAMES[level]
     for name in given if isinstance(given, dict) else ():
-        if name not in known and not str(name).startswith("x-"):  # `x-` marks entries that only define YAML anchors
+        if name not in known and not str(name).startswith("x-"):  # entries with `x-` only define YAML anchors
             yield f"{at}.{name}: no such setting{suggestion(str(name), known)}".lstrip(".")
 
 
 def _models_in(args: object) -> Iterator[tuple[int, ServedModelConfig]]:
-    """Yield the models with valid settings, each with its number in `args`."""
+    """Yield each model with valid settings, and its index in `args`."""
     given = args.get("models") if isinstance(args, dict) else None
     for index, model in enumerate(given if isinstance(given, list) else ()):
         with suppress(ValidationError):
@@ -187,12 +187,12 @@ def _models_in(args: object) -> Iterator[tuple[int, ServedModelConfig]]:
 def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bool = True) -> Mistakes:
     """Return all mistakes in the files of a model, its draft model and its adapters.
 
-    where: the model's path in the config. are_all_here: whether an absolute path must exist on this machine; on a
-    cluster, the files may be on other machines.
+    `where` is the model's path in the config. `are_all_here` is False on a cluster, where the files of an absolute path
+    may be on other machines.
     """
     mistakes, engine = Mistakes(), served.engine
 
-    def may_be_elsewhere(path: str) -> bool:  # not GGUF files, which building the application reads here
+    def may_be_elsewhere(path: str) -> bool:  # GGUF files are read on this machine to build the application
         is_absolute = os.path.isabs(os.path.expanduser(path))
         return not are_all_here and is_absolute and not path.endswith(".gguf") and existing_place(path) is None
 
@@ -202,7 +202,7 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
                 continue
             if engine.model.simulated is None:
                 check_model(engine.model if path == engine.model.path else ModelConfig(path=path))
-            else:  # a simulated model needs only the tokenizer
+            else:  # a simulated model only needs a tokenizer
                 check_path(path)
     for name, path in served.adapters.items():
         with mistakes.noted(f"{where}.adapters.{name}"):
@@ -216,14 +216,14 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
 
 
 def parse(args: object) -> ApplicationConfig:
-    """Parse and check an application's `args`. Raises InvalidSetup with a line per mistake."""
+    """Parse and check an application's `args`. Raises InvalidSetup with one line per mistake."""
     config = validated(ApplicationConfig, args if args is not None else {})
     check(config)
     return config
 
 
 def validated(kind: type[SettingsT], given: object, *, at: str = "") -> SettingsT:
-    """Parse plain values as settings. at: their path, for messages. Raises InvalidSetup with a line per mistake."""
+    """Parse plain values as settings. Raises InvalidSetup with one line per mistake; `at` is the settings' path."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -231,42 +231,39 @@ def validated(kind: type[SettingsT], given: object, *, at: str = "") -> Settings
 
 
 def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
-    """Return the keys in an application's keys file, if it has one. host: the address that Serve listens on.
+    """Return the keys in an application's keys file, if it has one. `host` is the address on which Serve listens.
 
-    Raises InvalidSetup if the file contains mistakes, or if other machines could use the application without a key
-    and no setting allows it.
+    Raises InvalidSetup if the file contains mistakes, or if other machines could use the application without a key and
+    no setting allows this.
     """
     if config.keys_file is not None:
         return read_keys(Path(config.keys_file))
     if host not in LOOPBACK and not config.allow_unauthenticated:
         raise InvalidSetup(
-            f"http_options.host: got {host!r} without API keys: every machine that reaches this one could use it; "
-            f"give the application `api.keys_file` (`carousel key NAME` prints an entry), listen on "
-            f"127.0.0.1, or set `api.allow_unauthenticated: true`"
+            f"http_options.host: got {host!r} without API keys: every machine that can reach this address could use "
+            f"the service; set `api.keys_file` (`carousel key NAME` prints an entry), listen on 127.0.0.1, or set "
+            f"`api.allow_unauthenticated: true`"
         )
     return ()
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
-    """Return the API keys in a file. Raises InvalidSetup, with a line per mistake, also if there are none."""
+    """Return the API keys in a file. Raises InvalidSetup, with one line per mistake, or if there are no keys."""
     hint = "`carousel key NAME` prints an entry"
     if not os.path.isfile(os.path.expanduser(path)):
-        raise InvalidSetup(f"api.keys_file: there is no file {path}; {hint} for the list in the file")
+        raise InvalidSetup(f"api.keys_file: there is no file {path}; {hint} for its list")
     entries = read_yaml(path)
     if not isinstance(entries, list) or not entries:
-        raise InvalidSetup(f"{path}: should be a list of keys; {hint}")
+        raise InvalidSetup(f"{path}: must contain a list of keys; {hint}")
     try:
         return KeysConfig.model_validate({"keys": entries}).keys
     except ValidationError as error:
         mistakes = [str(path) + line.removeprefix("keys") for line in mistakes_of(error, KeysConfig)]
-        raise InvalidSetup("\n".join(mistakes)) from None  # the cause would reveal the file's content
+        raise InvalidSetup("\n".join(mistakes)) from None  # the cause would reveal the file's contents
 
 
 def asked_threads(config: ApplicationConfig) -> list[int | None]:
-    """Return `model.num_threads` for every rank of every engine that can run at once.
-
-    Omits simulated engines, because they compute nothing.
-    """
+    """Return `model.num_threads` for every rank of all engines that may run, except simulated engines."""
     models = [model for model in config.models if model.engine.model.simulated is None]
     return [
         model.engine.model.num_threads
@@ -276,37 +273,37 @@ def asked_threads(config: ApplicationConfig) -> list[int | None]:
 
 
 def max_replica_requests(model: ServedModelConfig) -> int:
-    """Return the most requests on one replica: `max_requests` normal ones and as many background requests."""
+    """Return the maximum number of requests on a replica: `max_requests`, and as many background requests."""
     return 2 * model.engine.scheduler.max_requests
 
 
 def max_ingress_requests(config: ApplicationConfig) -> int:
-    """Return the most requests that an ingress may serve at once.
+    """Return the maximum number of concurrent requests for an ingress.
 
-    The limit is twice the capacity of all replicas, so that the ingress itself can respond to the excess with 429 and
-    an OpenAI body. A single account may use half of it, which still fills the replicas.
+    The limit is twice the capacity of all replicas, so that the ingress itself can refuse further requests with a 429
+    and an OpenAI body. A single account may use half of it, which is enough to fill the replicas.
     """
     held = sum(max_replica_requests(model) * model.replicas.max_replicas for model in config.models)
-    min_ingress_requests = 256  # for replicas with little capacity, which most requests never reach
+    min_ingress_requests = 256  # for replicas with little capacity
     return max(2 * held, min_ingress_requests)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file. Raises InvalidSetup, without quoting the file, because it may contain keys."""
+    """Read a YAML file. Raises InvalidSetup, which does not quote the file because it may contain keys."""
     try:
         return yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidSetup(f"{path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise InvalidSetup(f"{path}: is not YAML: mistake{line}") from None
-    except Exception as error:  # PyYAML also raises others, such as ValueError for the date 2024-13-45
-        raise InvalidSetup(f"{path}: is not YAML: {type(error).__name__}") from None
+        raise InvalidSetup(f"{path}: is not valid YAML: mistake{line}") from None
+    except Exception as error:  # PyYAML also raises other errors, such as ValueError for the date 2024-13-45
+        raise InvalidSetup(f"{path}: is not valid YAML: {type(error).__name__}") from None
 
 
 def check(config: ApplicationConfig) -> None:
-    """Run the checks that `app.config` cannot run by itself. Raises InvalidSetup, which names the setting."""
-    try:  # again, because pydantic does not validate changed copies
+    """Run the checks that `app.config` does not run. Raises InvalidSetup, which names the setting."""
+    try:  # checked again, because pydantic does not validate changed copies
         check_branches(config.models, config.pipelines)
     except ValueError as error:
         raise InvalidSetup(str(error)) from error
@@ -321,34 +318,33 @@ def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerC
 
     Changes always apply to the deployed settings, so the result does not depend on an earlier `user_config`.
 
-    Raises:
-        InvalidSetup: a value is wrong, or a setting is named that cannot change while a replica runs.
+    Raises InvalidSetup if a value is invalid, or if a setting cannot change while a replica is running.
     """
     given = user_config if isinstance(user_config, dict) else {"": user_config}
     for name in given.keys() - {"scheduler"}:
         if name in ("model", "cache"):
             raise InvalidSetup(
-                f"user_config.{name}: cannot change while a replica runs, its memory was sized when it started; "
+                f"user_config.{name}: cannot change while a replica is running, because it has allocated its memory; "
                 f"change it in the application's args, which restarts the replicas"
             )
         raise InvalidSetup(f"user_config: must be {{'scheduler': {{...}}}}; got {shown(user_config)}")
     changes = given.get("scheduler") or {}
     if not isinstance(changes, dict):
-        raise InvalidSetup(f"user_config.scheduler: got {shown(changes)}; must be settings by name")
+        raise InvalidSetup(f"user_config.scheduler: got {shown(changes)}; must map names to settings")
     try:
         config = deployed.changed(changes)
     except ValidationError as error:
         raise InvalidSetup("\n".join(mistakes_of(error, SchedulerConfig, at="user_config.scheduler"))) from error
     if config.max_requests > deployed.max_requests:
         raise InvalidSetup(
-            f"user_config.scheduler: max_running + max_waiting is {config.max_requests:,}; the replicas were deployed "
-            f"for {deployed.max_requests:,}: change it in the application's args"
+            f"user_config.scheduler: max_running + max_waiting is {config.max_requests:,}, but the replicas were "
+            f"deployed for {deployed.max_requests:,}; change it in the application's args"
         )
     return config
 
 
 def groups_of(model: ServedModelConfig) -> list[Group]:
-    """Return the dispatch groups of a model: its roles, or else the groups of its trial."""
+    """Return a model's dispatch groups: its roles, or otherwise the groups of its A/B trial."""
     num_prefill = model.replicas.prefill_replicas
     if num_prefill is not None:
         return groups_of_roles(prefill=num_prefill, decode=model.replicas.num_replicas - num_prefill)
@@ -356,7 +352,7 @@ def groups_of(model: ServedModelConfig) -> list[Group]:
 
 
 def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | None:
-    """Return how a model pools embeddings, or None if it has none. Raises InvalidSetup for unsupported pooling."""
+    """Return a model's pooling, or None if it has no embeddings. Raises InvalidSetup for unsupported pooling."""
     if model.pooling == "none" or model_info.embedding_size is None:
         return None
     if model.pooling == "auto":
@@ -378,27 +374,28 @@ def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
     for key in keys:
         unknown = [name for name in key.models if name not in names]
         if unknown:
-            raise InvalidSetup(f"the API key of {key.name!r} is for {unknown[0]!r}; there are {', '.join(names)}")
+            raise InvalidSetup(
+                f"the API key {key.name!r} is for an unknown model {unknown[0]!r}; there are {', '.join(names)}"
+            )
         if key.budgets and config.batches is None:
             raise InvalidSetup(
-                f"the API key of {key.name!r} has {next(iter(key.budgets))}, but nothing stores the usage over a "
-                f"restart: set `batches: {{}}`, whose process stores the ledger"
+                f"the API key {key.name!r} has {next(iter(key.budgets))}, but usage would be lost in a restart; set "
+                f"`batches: {{}}`, whose process stores the usage ledger"
             )
         models = [model for model in config.models if model.name in (key.models or names)]
         if key.money_per_month is not None and not any(model.prices != PricesConfig() for model in models):
             raise InvalidSetup(
-                f"the API key of {key.name!r} has money_per_month, and none of its models has a price; set "
-                f"models[].prices"
+                f"the API key {key.name!r} has money_per_month, but none of its models has a price; set models[].prices"
             )
 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
-    """Check each deployment's name and `user_config` before Serve passes it to replicas. Raises InvalidSetup."""
+    """Check each deployment's name and `user_config`, which Serve will pass to replicas. Raises InvalidSetup."""
     models = {model.deployment_name: model for model in config.models}
     known = [*models, "ingress", *(("batches",) if config.batches is not None else ())]
     for index, deployment in enumerate(deployments):
         if not isinstance(deployment, dict):
-            raise InvalidSetup(f"deployments[{index}]: got {shown(deployment)}; must be settings by name")
+            raise InvalidSetup(f"deployments[{index}]: got {shown(deployment)}; must map names to settings")
         name = str(deployment.get("name"))
         if name not in known:
             raise InvalidSetup(f"deployments[{index}].name: got {name!r}{suggestion(name, known)}")

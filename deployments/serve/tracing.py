@@ -1,7 +1,7 @@
-"""Sends the spans of requests to a collector over OTLP, if OpenTelemetry's environment variables name one.
+"""Sends the spans of requests to a collector over OTLP, if OpenTelemetry's environment variables configure one.
 
 `OTEL_EXPORTER_OTLP_ENDPOINT` (or `..._TRACES_ENDPOINT`) enables tracing. OpenTelemetry's SDK reads the variables for
-headers, certificates, the sampler and the service's name. It sends spans from its own thread, and drops them if the
+headers, certificates, the sampler and the service name. It sends spans from its own thread, and drops them if the
 collector is too slow.
 """
 
@@ -18,14 +18,14 @@ from app.errors import described
 
 logger = logging.getLogger(__name__)
 
-_EXPORTERS = {  # by protocol; gRPC's is a separate package
+_EXPORTERS = {  # by protocol; the exporter for gRPC is a separate package
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
 
 
 def tracer_of_environment() -> Tracer | None:
-    """Return the tracer that the environment asks for, or None. Only logs a warning if OpenTelemetry is missing."""
+    """Return the tracer that the environment configures, or None. Logs a warning if OpenTelemetry is not installed."""
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     if not any(os.environ.get(name) for name in endpoints) or os.environ.get("OTEL_SDK_DISABLED", "") == "true":
         return None
@@ -34,12 +34,12 @@ def tracer_of_environment() -> Tracer | None:
     try:
         return OtlpTracer()
     except ImportError as error:
-        logger.warning("no traces are sent: %s; install carousel[tracing]", described(error))
+        logger.warning("traces will not be sent: %s; install carousel[tracing]", described(error))
         return None
 
 
 class OtlpTracer:
-    """Converts requests' traces to spans of OpenTelemetry's SDK, which batches and sends them."""
+    """Converts traces of requests to spans of OpenTelemetry's SDK, which batches and sends them."""
 
     def __init__(self) -> None:
         """Raises ImportError if the exporter for the protocol is not installed."""
@@ -63,10 +63,10 @@ class OtlpTracer:
         self._api: Any = trace
 
     def record(self, trace: RequestTrace) -> None:
-        """Create the spans of an ended request. Never raises; errors are logged."""
+        """Create the spans of an ended request. Logs errors, because a request must not fail because of its trace."""
         try:
             self._record(trace)
-        except Exception as error:  # a request must not fail because of its trace
+        except Exception as error:
             logger.warning("a trace was not sent: %s", described(error))
 
     def _record(self, trace: RequestTrace) -> None:
@@ -97,7 +97,7 @@ class OtlpTracer:
 
 
 class _Ids:
-    """An `IdGenerator` for the SDK. Ids are random, unless `of_next_trace` is set."""
+    """An `IdGenerator` for the SDK. Ids are random unless `of_next_trace` is set."""
 
     def __init__(self) -> None:
         self.of_next_trace: int | None = None
@@ -109,7 +109,7 @@ class _Ids:
         return self.of_next_trace or random.randrange(1, 2**128)
 
     def is_trace_id_random(self) -> bool:
-        return True  # ids of traces are hashes, which are random enough for samplers
+        return True  # given trace ids are hashes, which are random enough for samplers
 
 
 def _exporter() -> Any:

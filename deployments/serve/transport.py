@@ -1,4 +1,4 @@
-"""Connects a fleet to its replicas. Serve's handle provides their addresses; requests and tokens use sockets."""
+"""Connects a fleet to its replicas. Serve's handle provides the addresses of sockets for requests and tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from app.config import PolicyConfig, SchedulerConfig, StrategyConfig
 from app.errors import CarouselError, Failure, Overloaded, Unavailable
 from app.fleet import Address, FrameReader, Table, connect
 
-OVERRIDE = ""  # the key of the scheduler's override in a table; all other keys are names of adapters
+OVERRIDE = ""  # the table's key for the scheduler override; all other keys are names of adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOverride:
-    """The strategy and policy to which an admin has switched a model's replicas. None keeps the deployed one."""
+    """The strategy and policy to which an admin has switched a model's replicas. None means the deployed one."""
 
     strategy: StrategyConfig | None
     policy: PolicyConfig | None
-    user_config: object = None  # the `user_config` under which a replica has applied it; None if not yet
+    user_config: object = None  # the `user_config` when a replica applied it; None before that
 
     @property
     def is_empty(self) -> bool:
@@ -42,10 +42,10 @@ class SchedulerOverride:
 
 @dataclass(frozen=True, slots=True)
 class FramesFrom:
-    """The argument of `Replica.frame_address`, which tells the router to which replica it must send the call.
+    """The argument of `Replica.frame_address`. It tells the router to which replica the call must be sent.
 
-    It also brings the table to replicas that have started later. During an update, processes of the previous version
-    read the fields by position, so new fields must be appended, and receivers must expect that they are missing.
+    It also carries the table to new replicas. During an update, processes of the previous version read the fields by
+    position, so new fields must be appended, and receivers must tolerate missing fields.
     """
 
     replica_id: str
@@ -67,21 +67,21 @@ class GossipAnswer:
 
 
 class ServeTransport:
-    """Implements `ReplicaTransport` by the handle of a replica deployment."""
+    """Implements `ReplicaTransport` with the handle of a replica deployment."""
 
     def __init__(self, handle: DeploymentHandle, ingress_id: str) -> None:
-        """ingress_id: unique for each process, so that a restarted process has a new one."""
+        """`ingress_id` must be unique for each process. A restarted process needs a new one."""
         self._handle = handle
         self._ingress_id = ingress_id
-        self.table: Table = {}  # the newest entries that this process knows
+        self.table: Table = {}  # the latest entries that this process has received
 
     async def wake(self) -> None:
-        """See `ReplicaTransport`. A call that waits makes Serve start a replica if there is none."""
+        """See `ReplicaTransport`. A waiting call makes Serve start a replica if there is none."""
         response = detached_call(self._handle.facts.remote)
         try:
             await answer_of(response)
         finally:
-            # Cancelling a failed call raises its error again, wrapped by Serve.
+            # Cancelling a failed call raises its error again, wrapped in an error of Serve.
             with suppress(Exception):
                 response.cancel()
 
@@ -92,31 +92,31 @@ class ServeTransport:
 
 
 def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
-    """Make a call through a handle in an empty context, so that Serve does not see it as part of an HTTP request.
+    """Make a call through a handle in an empty context, so that Serve does not treat it as part of an HTTP request.
 
-    Serve identifies a call by the id of the HTTP request in whose context it is made. If several calls shared an id
-    (`n` choices), Serve's router would place the first and forget the others. Serve would also cancel all of them when
-    the HTTP request ends, even one that opens a connection for the tokens of all requests.
+    Serve identifies a call by the id of the HTTP request in its context. If several calls shared an id (`n` choices),
+    Serve's router would place only the first. Serve would also cancel the calls when the HTTP request ends, even a call
+    that opens a connection for the tokens of all requests.
     """
     return Context().run(call, *arguments)
 
 
 async def answer_of(call: Awaitable[Any]) -> Any:
-    """Wait for a call to another process and return its result. Raises its error as a CarouselError."""
+    """Wait for a call to another process, and return its result. Converts its error to a CarouselError."""
     try:
         return await call
     except CarouselError as error:
-        # The error's traceback refers to frames of Ray that refer to the error. Dropping the traceback breaks the
-        # cycle, and `from None` keeps the error from becoming its own cause.
+        # The error's traceback refers to frames of Ray that refer to the error. Removing the traceback breaks this
+        # cycle, and `from None` prevents the error from becoming its own cause.
         raise error.with_traceback(None) from None
     except Exception as error:
         raise to_carousel_error(error) from error
 
 
 def to_carousel_error(error: BaseException) -> CarouselError:
-    """Return the CarouselError that another process has raised, or one that stands for an error of Ray or Serve.
+    """Return the CarouselError that another process has raised, or one that represents an error of Ray or Serve.
 
-    Its message reaches clients, so it must not reveal hosts, paths or classes.
+    Clients see its message, so it must not reveal hosts, paths or classes.
     """
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
@@ -125,9 +125,9 @@ def to_carousel_error(error: BaseException) -> CarouselError:
     if isinstance(error, BackPressureError):
         return Overloaded("all replicas are full", retry_after_s=error.retry_after_s or 1.0)
     if isinstance(error, RayActorError | RayServeException | TaskCancelledError | grpc.aio.AioRpcError):
-        return Unavailable("the replica that had this request is gone; send the request again")
+        return Unavailable("the replica that was serving this request was lost; send the request again")
     if isinstance(error, asyncio.TimeoutError):
-        return Unavailable("no replica answered in time")
+        return Unavailable("no replica responded in time; try again")
     if isinstance(error, RayError):
-        return Unavailable("the cluster could not carry this request; send it again")
-    return Failure("the replica failed on this request; its log says why")
+        return Unavailable("the cluster failed to deliver this request; send it again")
+    return Failure("the replica failed to process this request; see its log for the reason")

@@ -131,7 +131,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tool_choice": "sometimes"}, "tool_choice", "should be none, auto, required or an object"),
         ({"tool_choice": 5}, "tool_choice", "should be none, auto, required or an object"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "type: f"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set tokenize"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not contain tokenize"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "chat_template_kwargs should be an object; got 3"),
         ({"functions": [{}]}, "functions", "functions is not supported by this version; send tools"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),

@@ -74,7 +74,7 @@ def test_what_is_piped_in_is_a_message_or_follows_it(
         assert "there is no message" in capsys.readouterr().err
         piped("\xff\xfe")
         assert chat.main(["--url", url]) == 1
-        assert "is not UTF-8" in capsys.readouterr().err
+        assert "is not valid UTF-8" in capsys.readouterr().err
 
 
 def test_what_could_command_the_terminal_is_left_out(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,17 +99,17 @@ def test_what_goes_wrong_is_one_sentence(
     with serving(service.app) as url:
         assert said() == (
             "401: an API key is required; send it in the header `Authorization: Bearer <key>`. `carousel chat` sends "
-            "the key that the environment variable CAROUSEL_API_KEY has\n"
+            "the key in the environment variable CAROUSEL_API_KEY\n"
         )
         monkeypatch.setenv("CAROUSEL_API_KEY", "sk-1\r\n")  # as a file of Windows has it
         assert said("--model", "other").startswith("404: there is no model 'other'")
         assert said("--temperature", "9").startswith("400: temperature should be less than or equal to 2")
         monkeypatch.setenv("CAROUSEL_API_KEY", "sk-sécret\rX")
-        assert "CAROUSEL_API_KEY has characters that no key has" in (told := said())
+        assert "CAROUSEL_API_KEY: contains characters that no key contains" in (told := said())
         assert "cret" not in told
         monkeypatch.setenv("CAROUSEL_API_KEY", "")
     assert said() == (
-        f"no service answers at {url} ([Errno 111] Connection refused): start one with `carousel serve`, or name its "
+        f"no service responds at {url} ([Errno 111] Connection refused); start one with `carousel serve`, or pass its "
         f"address with --url\n"
     )
     url = "localhost"
@@ -117,7 +117,7 @@ def test_what_goes_wrong_is_one_sentence(
     with serving(told_server(lambda _: Response())) as url:
         assert said().startswith("404: ")
     with serving(answering(Response("<html>"))) as url:
-        assert "is another kind of server" in said()
+        assert "is not a compatible server" in said()
     with serving(answering(JSONResponse({"data": []}))) as url:
         assert "has no models" in said()
 
@@ -248,7 +248,7 @@ def test_a_chat_remembers_and_obeys_its_commands(tokenizer: Tokenizer) -> None:
     scripts = {"demo": say(tokenizer, "3 4."), "other": say(tokenizer, "5 6.")}
     service = Service(tokenizer, names=("demo", "other"), scripts=scripts)
     with serving(service.app) as url, terminal(url) as chatting:
-        assert "Chat with demo" in chatting.until("/model takes demo, other. /help lists the commands.")
+        assert "Chat with demo" in chatting.until("Use /model to switch models: demo, other. /help lists the commands.")
         chatting.until(">>> ")
         chatting.type("First\n")
         assert "3 4." in chatting.until(ANSWERED)
@@ -259,7 +259,7 @@ def test_a_chat_remembers_and_obeys_its_commands(tokenizer: Tokenizer) -> None:
         chatting.until(">>> ")
         assert all(each in prompt(service) for each in ("First", "3 4.", "Second\nline"))
         chatting.type("/model third\n")
-        chatting.until("The service has demo, other.")
+        chatting.until("There is no such model. The service has demo, other.")
         chatting.type("/model other\n/system Be kind.\nThird\n")
         assert "5 6." in chatting.until(ANSWERED)
         assert "Be kind." in prompt(service)

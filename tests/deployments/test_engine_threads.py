@@ -53,7 +53,7 @@ def test_on_several_machines_they_are_spread(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_share_the_cores_as_engines_do_and_each_needs_one() -> None:
     of_four = asked({"replicas": {"num_replicas": 1, "tensor_parallel": 4}})
     assert with_threads(EngineConfig(), of_four, num_ranks=4).model.num_threads == 2
-    with pytest.raises(InvalidSetup, match="tensor_parallel: got 9, but a replica may use 8 CPU cores here"):
+    with pytest.raises(InvalidSetup, match="tensor_parallel: got 9, but a replica may use only 8 CPU cores here"):
         with_threads(EngineConfig(), [None] * 9, num_ranks=9)
 
 
@@ -61,7 +61,7 @@ def test_a_number_that_is_set_is_kept_and_too_many_are_told(caplog: pytest.LogCa
     assert num_threads([4, 4], own=4) == 4
     assert not caplog.records
     assert num_threads([6, 6, None], own=6) == 6
-    assert "3 engines with 14 threads on 8 cores" in caplog.text
+    assert "3 engines with 14 threads in total on 8 cores" in caplog.text
 
 
 def cpus_of_engines(number: int, asked: int, replicas: ReplicasConfig = ONE_DEVICE) -> list[set[int]]:
@@ -102,7 +102,7 @@ def test_one_replica_of_two_nodes_is_told_that_two_would_read_their_own_memory(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert cpus_of_engines(1, asked=1) == [two_nodes[0] | two_nodes[1]]
-    assert "2 NUMA nodes and fewer replicas (1)" in caplog.text
+    assert "2 NUMA nodes but fewer replicas (1)" in caplog.text
 
 
 @pytest.mark.parametrize("other", [{"num_gpus": 1}, {"tensor_parallel": 2}])
@@ -116,4 +116,4 @@ def test_a_folder_that_cannot_be_written_binds_nothing(
 ) -> None:
     (tmp_path / "cores").write_text("a file")
     assert cpus_of_engines(1, asked=2) == [two_nodes[0] | two_nodes[1]]
-    assert "this replica is on all cores" in caplog.text
+    assert "this replica uses all cores" in caplog.text

@@ -170,7 +170,7 @@ def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
 
 
 def test_a_frame_of_another_version_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InvalidFrame, match=f"version 9 came; this process reads version {FRAME_VERSION}"):
+    with pytest.raises(InvalidFrame, match=f"received version 9, but this process reads version {FRAME_VERSION}"):
         frame_decoder().feed(framed((0, msgspec.to_builtins(REPORT), []), version=9))
 
 
@@ -189,5 +189,5 @@ def test_fields_that_an_older_replica_does_not_send_have_their_defaults() -> Non
 
 
 def test_a_frame_holds_plain_values_only() -> None:
-    with pytest.raises(TypeError, match="not object"):
+    with pytest.raises(TypeError, match="but no object"):
         encode(Frame(0, REPORT, (TokenDelta("one", object()),)))  # type: ignore[arg-type]

@@ -304,7 +304,7 @@ def test_a_replica_that_knows_no_adapters_gets_no_request_with_one() -> None:
     registry.note("b", make_report(adapters=()))
     assert {place(registry, adapter=SQL)[1] for _ in range(4)} == {"b"}
     registry.note("b", make_report())
-    with pytest.raises(Unavailable, match="no replica computes with adapters"):
+    with pytest.raises(Unavailable, match="no replica that supports LoRA adapters"):
         place(registry, adapter=SQL)
 
 

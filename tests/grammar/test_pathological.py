@@ -134,7 +134,7 @@ def test_what_is_remembered_of_refused_grammars_is_small(vocabulary: Vocabulary)
 @pytest.mark.parametrize(
     ("limits", "name", "words"),
     [
-        (CompileLimits(timeout_s=0.05), "many required", "takes longer than 0.05 s"),
+        (CompileLimits(timeout_s=0.05), "many required", "takes more than 0.05 s"),
         (CompileLimits(memory_bytes=64_000_000, timeout_s=20), "a long text", "too deep or too large"),
     ],
 )
@@ -193,7 +193,7 @@ def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ev
             process = newest_process(grammars) or process
         error = tried.exception()
         assert isinstance(error, Unavailable)
-        assert "was ended by the signal 9" in str(error)
+        assert "was ended by signal 9" in str(error)
         compiled(grammars, "killed")
 
 
@@ -345,7 +345,7 @@ def test_of_all_cached_grammars_those_that_have_learned_most_are_forgotten(
 def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary) -> None:
     with held_up(vocabulary, max_waiting=2) as (grammars, let_go):
         waiting = [asked(grammars, text) for text in ("a", "b")]
-        with pytest.raises(Overloaded, match="2 requests wait for their grammars"):
+        with pytest.raises(Overloaded, match="2 requests are waiting for their grammars"):
             asked(grammars, "c").result(1)
         let_go()
         assert all(future.result() is not None for future in waiting)

@@ -114,13 +114,13 @@ def test_without_a_tokenizer_structured_outputs_are_refused_and_no_path_is_told(
     def read() -> Vocabulary:
         nonlocal num_reads
         num_reads += 1
-        with pytest.raises(InvalidSetup, match="cannot be read for grammars") as failed:
+        with pytest.raises(InvalidSetup, match="cannot be read for structured output") as failed:
             read_vocabulary(str(tmp_path), None, vocab_size=9, eos_token_ids=(1,))
         raise failed.value
 
     grammars = Grammars(read)
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match="no grammar can be matched") as refused:
+        with pytest.raises(InvalidRequest, match="structured output is not supported") as refused:
             grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result()
         assert str(tmp_path) not in str(refused.value)
     assert num_reads == 1

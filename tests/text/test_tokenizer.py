@@ -63,7 +63,7 @@ def test_the_template_of_a_processor_is_found(demo_path: Path, tmp_path: Path) -
     assert Tokenizer.load(str(tmp_path)).render_chat(CHAT) == "of the tokenizer"
     (tmp_path / "chat_template.jinja").unlink()
     template.write_text("{}")
-    with pytest.raises(InvalidSetup, match=r"chat_template\.json should be an object"):
+    with pytest.raises(InvalidSetup, match=r"chat_template\.json must contain an object"):
         Tokenizer.load(str(tmp_path))
 
 
@@ -85,12 +85,12 @@ def test_template_variables_reach_the_template(demo_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "self", "conversation", "tools"])
 def test_template_variables_cannot_replace_our_own(tokenizer: Tokenizer, name: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs may not set {name}"):
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs may not contain {name}"):
         tokenizer.encode_chat(CHAT, template_variables={name: True})
 
 
 def test_a_folder_without_tokenizer_is_an_invalid_setup(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetup, match=r"no tokenizer could be loaded from .*tokenizer\.json"):
+    with pytest.raises(InvalidSetup, match=r"the tokenizer could not be loaded from .*tokenizer\.json"):
         Tokenizer.load(str(tmp_path))
 
 

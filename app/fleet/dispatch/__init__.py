@@ -1,4 +1,4 @@
-"""Chooses the replica for a request, by pure rules over each replica's known state. Uses no Ray, engine or clock."""
+"""Chooses a replica for each request, by pure rules over the replicas' known states. Uses no Ray, engine or clock."""
 
 from app.fleet.dispatch.affinity import PrefixChanges, PrefixIndex, Sessions, is_indexed
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize

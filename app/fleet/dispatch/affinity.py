@@ -21,17 +21,17 @@ class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
     held: bytes  # new prefixes
     gone: bytes = b""
     is_all: bool = False  # whether `held` lists all prefixes of the replica
-    # Host, port and secret with which other replicas fetch its prefixes. Only set with `is_all`.
+    # Host, port and secret that other replicas use to fetch its prefixes. Only set if `is_all` is true.
     address: tuple[str, int, str] | None = None
 
 
 _FEW_BLOCKS = 4
 _FORGOTTEN_AT_ONCE = 64  # prefixes of lost replicas to remove per report; a lost rack may have cached half a million
-_MIN_PREFIXES = 1_500  # prefixes to store for each replica, even in a very large fleet
+_MIN_PREFIXES = 1_500  # prefixes that each replica may have in the index, even in a very large fleet
 
 
 def is_indexed(num_blocks: int) -> bool:
-    """Whether prefixes of this length are indexed: all lengths up to four blocks, then every fourth length."""
+    """Whether prefixes of this length are indexed: all lengths up to four blocks, and multiples of four blocks."""
     return num_blocks <= _FEW_BLOCKS or num_blocks % _FEW_BLOCKS == 0
 
 
@@ -44,19 +44,19 @@ def _indexed_numbers(most: int) -> tuple[int, ...]:
 class PrefixIndex:
     """Each replica's cached prefixes: the prefixes that it reports, and those of its in-flight requests.
 
-    Every ingress knows the same prefixes a moment after they change. A replica of an older version reports no prefixes,
-    so the index knows only the prefixes of its requests. A collision of digests costs time but never returns wrong
-    content, because the replica compares the tokens.
+    Replicas report changes to every ingress, so all ingresses soon have the same prefixes. A replica of an older
+    version reports no prefixes, so only the prefixes of its requests are indexed. A collision of digests costs time but
+    never returns wrong content, because the replica compares the tokens.
 
-    A chain is a prompt in the form of `block_pool.digests_of`: for each whole block, the digest of all tokens up to the
-    end of the block. To save memory, the index stores only the prefixes for which `is_indexed` is true.
+    A chain is a prompt as returned by `prefix.digests_of`: for each full block, the digest of all tokens up to the end
+    of the block. To save memory, only the prefixes for which `is_indexed` is true are stored.
     """
 
     def __init__(self, *, block_size: int, max_matches: int = 32, max_prefixes: int = 2_000_000) -> None:
-        """`max_matches`: approximate limit of the replicas that `match` finds for a chain.
+        """`max_matches` is an approximate limit on the number of replicas that `match` returns.
 
-        `max_prefixes`: approximate limit of all replicas' prefixes, which use 100 bytes each. If a replica has reached
-        its share of the limit, a new prefix is added only after an old one is gone.
+        `max_prefixes` is an approximate limit on the prefixes of all replicas, which use 100 bytes each. Once a replica
+        has reached its share of the limit, its new prefixes are added only after old ones are evicted.
         """
         self._block_size = block_size
         self._max_matches = max_matches
@@ -64,14 +64,14 @@ class PrefixIndex:
         self._random = random.Random()
         self._held = _Holders()
         self._of_replica: dict[str, _Noted] = {}
-        self._gone: dict[str, array[int]] = {}  # digests that lost replicas still have in `_held`
+        self._gone: dict[str, array[int]] = {}  # digests of lost replicas that are still in `_held`
         self.addresses: dict[str, tuple[str, int, str]] = {}  # where replicas serve their prefixes, by replica id
         self._sent = _Holders()  # prefixes of in-flight requests
         self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # replica and indexed prefixes, by request id
         self._num_under_way: Counter[str] = Counter()  # number of in-flight requests by replica
 
     def note(self, replica_id: str, changes: PrefixChanges) -> None:
-        """Record the changes that a replica reports."""
+        """Record the changes that a replica has reported."""
         if self._gone:
             self._forget_some(replica_id)
         if changes.is_all:
@@ -93,7 +93,7 @@ class PrefixIndex:
             noted.digests = array("q", {each for each in noted.digests if self._held.has(each, replica_id)})
 
     def add(self, request_id: str, replica_id: str, chain: Sequence[int]) -> None:
-        """Add the prefixes of a request that is sent to a replica, which will soon cache them."""
+        """Add the prefixes of a request that is sent to a replica, because the replica will soon cache them."""
         if request_id in self._under_way:  # the request moves to this replica
             self.end(request_id)
         indexed = [chain[num_blocks - 1] for num_blocks in _indexed_numbers(len(chain))]
@@ -103,7 +103,7 @@ class PrefixIndex:
             self._sent.add(digest, replica_id)
 
     def end(self, request_id: str) -> None:
-        """Remove the prefixes of an ended request. Its replica has reported the prefixes that stay cached."""
+        """Remove the prefixes of an ended request. Its replica has reported those that are still cached."""
         replica_id, indexed = self._under_way.pop(request_id, ("", ()))
         if not replica_id:
             return
@@ -114,7 +114,7 @@ class PrefixIndex:
             self._sent.remove(digest, replica_id)
 
     def match(self, chain: Sequence[int]) -> dict[str, int]:
-        """Return the number of prompt tokens that each replica should have cached, the longest match first.
+        """Return the number of prompt tokens that each replica should have cached, longest match first.
 
         Replicas with short matches may be missing. If many replicas match equally well, a random sample is returned.
         """
@@ -137,11 +137,11 @@ class PrefixIndex:
         return found
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
-        """Forget all other replicas. `match` ignores them at once, and their memory is freed in pieces."""
+        """Forget all other replicas. `match` ignores them immediately, but their memory is freed gradually."""
         gone = (self._of_replica.keys() | self._num_under_way.keys()).difference(replica_ids)
         for replica_id in gone & self._of_replica.keys():
             self._gone[replica_id] = self._of_replica.pop(replica_id).digests
-        if not self._of_replica:  # no more reports will arrive, so `note` would never remove the pieces
+        if not self._of_replica:  # no reports will arrive, so `note` would never free the memory
             self._held = _Holders()
             self._gone.clear()
         if gone & self._num_under_way.keys():
@@ -151,7 +151,7 @@ class PrefixIndex:
             del self.addresses[replica_id]
 
     def _forget_some(self, replica_id: str) -> None:
-        """Remove some prefixes of one lost replica, and all prefixes from this replica's life before it was lost."""
+        """Remove some prefixes of one lost replica, and all that this replica reported before it was last lost."""
         for digest in self._gone.pop(replica_id, ()):
             self._held.remove(digest, replica_id)
         if self._gone:
@@ -171,16 +171,14 @@ class PrefixIndex:
 
 @dataclass(slots=True)
 class _Noted:
-    """The prefixes that a replica has reported."""
-
     digests: array[int] = field(
         default_factory=lambda: array("q")
-    )  # digests of all cached prefixes, and of some that are gone
+    )  # digests of all cached prefixes, and of some that were evicted
     number: int = 0  # number of cached prefixes
 
 
 class _Holders:
-    """Counts each digest per replica. The usual case (one replica with count one) uses little memory."""
+    """Counts each digest per replica. The usual case, one replica with count one, uses little memory."""
 
     def __init__(self) -> None:
         self._of: dict[int, str | dict[str, int]] = {}
@@ -206,7 +204,7 @@ class _Holders:
             found[replica_id] = found.get(replica_id, 0) + 1
 
     def remove(self, digest: int, replica_id: str) -> bool:
-        """Decrease a replica's count of a digest. Returns False if the replica did not hold the digest."""
+        """Decrement a replica's count for a digest. Returns False if the count was already zero."""
         found = self._of.get(digest)
         if isinstance(found, str):
             if found == replica_id:
@@ -239,5 +237,5 @@ class Sessions:
             self._replica_ids.popitem(last=False)
 
     def replica_of(self, session: str) -> str | None:
-        """Return the replica of a session; None for an unknown session."""
+        """Return the replica of a session, or None if the session is unknown."""
         return self._replica_ids.get(session)

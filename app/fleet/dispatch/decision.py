@@ -18,34 +18,33 @@ class RequestSize:
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One replica as a candidate for one request. A fast struct, because each request creates many candidates."""
+    """One replica as a candidate for one request. A msgspec struct, because each request creates many candidates."""
 
     replica_id: str
     num_requests: int = 0  # unfinished requests on the replica
-    num_prefill_tokens: int = 0  # their prompt tokens that are not computed yet
-    num_decode_tokens: int = 0  # tokens that they are expected to generate
-    num_ahead: int = 0  # how many of the requests must end before this request can run
-    wake_s: float = 0.0  # expected time until a sleeping replica computes; 0 if the replica is awake
-    tokens_per_s: float = 0.0  # speed in a step of a size that is common to all replicas; 0 if unknown
+    num_prefill_tokens: int = 0  # uncomputed prompt tokens of these requests
+    num_decode_tokens: int = 0  # tokens that these requests are expected to generate
+    num_ahead: int = 0  # how many of these requests must end before this request can run
+    wake_s: float = 0.0  # expected seconds until a sleeping replica is awake; 0 if it is awake
+    tokens_per_s: float = 0.0  # measured at a step size that all replicas share; 0 if unknown
     num_cached_tokens: int = 0  # prompt tokens of this request that the replica should have cached
     holds_session: bool = False  # the previous request of the same session went to this replica
     group: str = ""  # group of an A/B trial; "" for no group
     is_full: bool = False  # the replica would refuse this request
-    has_slot: bool = True  # by its last report, the replica would run this request at once
+    has_slot: bool = True  # according to its last report, the replica could run this request immediately
     is_suspect: bool = False  # the replica's stream broke or fell silent
     weights: int = 0  # a digest of the model's files; 0 while unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Compares candidates for one request. The unit is one token on a replica of the usual speed."""
+    """Scores candidates for one request. The unit is the work for one token on a replica of the usual speed."""
 
     num_request_tokens: int  # tokens that the request would add
     usual_tokens_per_s: float  # the median of the known speeds; 0 if no speed is known
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate], size: RequestSize) -> Scoring:
-        """Return the scoring of these candidates for a request of this size."""
         known = [each.tokens_per_s for each in candidates if each.tokens_per_s > 0]
         return cls(size.num_prompt_tokens + size.num_expected_tokens, median(known) if known else 0.0)
 
@@ -56,21 +55,21 @@ class Scoring:
         return min(100.0, max(0.01, candidate.tokens_per_s / self.usual_tokens_per_s))
 
     def outstanding(self, candidate: Candidate) -> float:
-        """Return the work that the replica still has to do for its other requests."""
+        """Return the replica's remaining work for its other requests."""
         return (candidate.num_prefill_tokens + candidate.num_decode_tokens) / self.relative_speed(candidate)
 
     def score(self, candidate: Candidate) -> float:
-        """Return the cost of the replica's work, its queue, its wake-up and this request. The lowest score is best."""
+        """Return the total cost of the replica's work, its queue, its wake-up and this request. Lower is better."""
         num_tokens = candidate.num_prefill_tokens + candidate.num_decode_tokens
         # Each request ahead is assumed to have the size of this request.
         num_tokens += (1 + candidate.num_ahead) * self.num_request_tokens
-        # Assumed while no speed is known. At this low speed, a wake-up costs few tokens, so it is soon worth its time.
+        # Assumed while no speed is known. The value is low, which makes a wake-up cheap.
         tokens_per_s = 100.0
-        waking = candidate.wake_s * (self.usual_tokens_per_s or tokens_per_s)  # tokens that another could compute
+        waking = candidate.wake_s * (self.usual_tokens_per_s or tokens_per_s)
         return num_tokens / self.relative_speed(candidate) + waking
 
     def explain(self, candidate: Candidate) -> str:
-        """Return one candidate and the parts of its score as text for people."""
+        """Return a readable description of one candidate and the parts of its score."""
         parts = f"{candidate.num_prefill_tokens:,} prompt + {candidate.num_decode_tokens:,} output"
         parts += f" + {self.num_request_tokens:,} of this request at speed {self.relative_speed(candidate):.2f}"
         parts += f" = {self.score(candidate):,.0f} tokens"
@@ -84,7 +83,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The candidates for one request in order of preference, and the reason for the order."""
+    """The candidates for one request in order of preference, and the reason for this order."""
 
     policy: str
     rule: str  # why the first candidate is first, in a few words
@@ -102,7 +101,7 @@ class Decision:
         return f"{self.policy}: {self.candidates[0].replica_id}, {self.rule}"
 
     def explain_loads(self) -> str:
-        """Return one line with the loads of the first candidates and the number of further ones."""
+        """Return one line with the loads of the first candidates and the number of further candidates."""
         max_explained = 4
         shown = "; ".join(map(self.scoring.explain, self.candidates[:max_explained]))
         num_more = len(self.candidates) - max_explained

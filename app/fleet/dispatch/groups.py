@@ -20,11 +20,11 @@ class Group:
 
     name: str
     share: float
-    preset: str = ""  # preset of the settings that the group's replicas use
+    preset: str = ""  # name of the preset that the group's replicas use
 
 
 class GroupChooser:
-    """Chooses a request's group: the group that it names, or else one of all groups or of a preset's, by share."""
+    """Chooses a request's group: the group that it names, or one by share from its preset's groups or all groups."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._names = [group.name for group in groups]
@@ -37,11 +37,10 @@ class GroupChooser:
     def choose(self, key: str, *, asked: str = "", preset: str = "") -> str:
         """Return the group for `key`, a session or request id; "" if there are no groups.
 
-        The result depends only on the key and the groups, so a session stays in its group on every ingress and after a
-        restart. `asked` is the group that the caller names. It takes precedence over the caller's `preset`.
+        The result depends only on the key and the groups, so a session has the same group on every ingress and after a
+        restart. `asked` is the group that the request names, and takes precedence over its `preset`.
 
-        Raises:
-            InvalidRequest: no group has this name or preset. The error's parameter is `group` or `preset`.
+        Raises InvalidRequest, with the parameter `group` or `preset`, if no group has this name or preset.
         """
         if asked:
             _check(asked, self._names, param="group")
@@ -53,7 +52,7 @@ class GroupChooser:
 
 
 class _Shares:
-    """Splits the keys among some groups in proportion to their shares."""
+    """Divides keys among groups in proportion to their shares."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         total = sum(group.share for group in groups)
@@ -61,7 +60,7 @@ class _Shares:
         self._names = [group.name for group in groups]
 
     def choose(self, key: str) -> str:
-        """Return the name of the group for a key. There must be at least one group."""
+        """Return the name of a key's group. There must be at least one group."""
         place = int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) / 2**64
         return next(
             (name for name, end in zip(self._names, self._upper_ends, strict=True) if place < end), self._names[-1]
@@ -75,15 +74,15 @@ def _check(asked: str, names: Collection[str], *, param: str, what: str = "") ->
 
 
 def groups_of_roles(*, prefill: int, decode: int) -> list[Group]:
-    """Return the groups for the two roles, with their numbers of replicas as shares."""
+    """Return the groups of the two roles. The arguments are their shares."""
     return [Group(PREFILL, prefill), Group(DECODE, decode)]
 
 
 def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     """Return the group of the replica with this rank (0, 1, 2, …); "" if there are no groups.
 
-    The first ranks go to the groups in turn, so that each group has a replica. Each later rank goes to the group that
-    is furthest behind its share (Sainte-Laguë's method). A replica keeps its group when other replicas join.
+    The first ranks are assigned to one group each, so that every group has a replica. Each later rank is assigned to
+    the group that is furthest behind its share (Sainte-Laguë method). A replica keeps its group when others join.
     """
     if not groups:
         return ""
@@ -96,6 +95,6 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
 
 
 def of_group(candidates: Sequence[Candidate], group: str) -> list[Candidate]:
-    """Return the replicas of a group; all replicas if the group is "" or has no replicas."""
+    """Return the replicas of a group, or all replicas if the group is "" or has no replicas."""
     members = [each for each in candidates if each.group == group] if group else []
     return members or list(candidates)

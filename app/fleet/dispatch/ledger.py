@@ -1,4 +1,4 @@
-"""Tracks the outstanding work on each replica from one ingress's view: its own requests, and reports about others."""
+"""Tracks the outstanding work on each replica, from one ingress's own requests and from the replicas' reports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from msgspec import Meta
 from app.fleet.dispatch.decision import Candidate
 
 AWAKE = "awake"
-REPORT_LIFE_S = 5.0  # a replica's work from other ingresses is forgotten after this time without a report
-# The speed of an idle replica is forgotten after this time, so that a slow replica is tried again.
-SPEED_LIFE_S = 30.0
-# The numbers of a report are finite and not negative. Any other number invalidates the frame, because the replicas
+REPORT_LIFE_S = 5.0  # without a report for this time, a replica's work from other ingresses is forgotten
+SPEED_LIFE_S = 30.0  # an idle replica's speed is forgotten after this time, so that a slow replica gets another chance
+# The numbers in a report must be finite and not negative. A frame with any other number is invalid, because replicas
 # could not be ordered if one of their scores were NaN.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
@@ -26,7 +25,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The state of one replica at one moment, including the work of all ingresses.
+    """A replica's current state, including its work from all ingresses.
 
     Every frame carries a report, so dispatch never polls. Fields are encoded by position. Add new fields at the end,
     with a default for replicas of an older version.
@@ -35,13 +34,13 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     group: Name  # group of an A/B trial; "" for no group
     num_requests: Count  # running and waiting
     num_background: Count  # background requests among num_requests
-    num_unpreemptible_background: Count  # background requests that are never preempted for other requests
-    max_requests: Count  # more requests are refused; background requests that can be preempted do not count
-    max_running: Count  # requests that run at once; more requests wait
+    num_unpreemptible_background: Count  # background requests that are never preempted by other requests
+    max_requests: Count  # further requests are refused; preemptible background requests do not count
+    max_running: Count  # requests that run concurrently; further requests wait
     num_waiting_tokens: Count  # prompt tokens of waiting requests
     num_kv_tokens: Count  # tokens that fit into the KV memory
-    tokens_per_s: Amount  # speed in steps of a size that is common to all replicas; 0 while unknown
-    ended_per_s: Amount  # requests that end per second of computing
+    tokens_per_s: Amount  # measured at a step size that all replicas share; 0 while unknown
+    ended_per_s: Amount  # requests that end per second of computing time
     step_age_s: Amount  # how long the current step has been running
     weights: int = 0  # a digest of the model's files; 0 while unknown
     sends_views: bool = False  # whether the replica understands WatchEngine
@@ -49,22 +48,22 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     # Digests of the loaded adapters. None if the replica or its version does not support adapters.
     adapters: Annotated[tuple[Name, ...], Meta(max_length=10_000)] | None = None
     state: Name = AWAKE  # a value of `app.engine.stats.SleepState`
-    wake_s: Amount = 0.0  # expected time until the replica computes; 0 if it is awake
+    wake_s: Amount = 0.0  # expected seconds until the replica is awake; 0 if it is awake
     num_free_kv_tokens: Count = 0  # the part of num_kv_tokens that no request owns
-    is_short_of_memory: bool = False  # whether fewer blocks are free than requests are running
+    is_short_of_memory: bool = False  # whether there are fewer free blocks than running requests
     backend: Name = ""  # name of the GPU backend; empty on a CPU
-    # Backends that failed before `backend` was chosen, with the reasons.
+    # Why each preferred backend failed before `backend` was chosen.
     backends_failed: Annotated[dict[Name, str], Meta(max_length=64)] = {}
     sends_metrics: bool = False  # whether the replica understands AskMetrics
-    # Uncomputed prompt tokens from ingresses other than the one that receives this report. None if unknown.
+    # Uncomputed prompt tokens from ingresses other than the receiver of this report; None if unknown.
     num_prompt_tokens_of_others: Count | None = None
 
 
 class Ledger:
     """The outstanding work on each replica. Used by one thread, without locks.
 
-    The ledger counts this ingress's work at once and exactly, so that each placement sees the previous ones. From a
-    replica's report it adds only the excess, which belongs to other ingresses. All `now` arguments come from one clock.
+    This ingress's own work is counted exactly and immediately, so that each placement takes the previous ones into
+    account. A replica's report adds only the work from other ingresses. All `now` arguments come from one clock.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class Ledger:
         self._usual_decode_tokens = 0.0  # moving average of the tokens that one request still has to generate
 
     def replica(self, replica_id: str) -> ReplicaState:
-        """Return the state of a replica, which is created for a new replica."""
+        """Return the state of a replica. Creates the state for a new replica."""
         return self._replicas[replica_id]
 
     def place(
@@ -86,10 +85,10 @@ class Ledger:
         num_expected_tokens: int,
         is_background: bool = False,
     ) -> None:
-        """Count a request on a replica, and no longer on its previous replica.
+        """Count a request on a replica, and stop counting it on its previous replica.
 
-        `num_prompt_tokens`: tokens to prefill on this replica, without the tokens that it should have cached, and with
-        the tokens that another replica has generated. `num_expected_tokens`: tokens still to generate.
+        `num_prompt_tokens` are the tokens to prefill on this replica. They include tokens that another replica has
+        generated, but not tokens that this replica should have cached. `num_expected_tokens` are still to be generated.
         """
         if request_id in self._placed:
             self.end(request_id)
@@ -99,24 +98,24 @@ class Ledger:
             replica_id, ours, num_prompt_tokens, left, num_expected_tokens, is_background
         )
         ours.add(1, is_background, num_prompt_tokens, left)
-        # On average, half of a running request's output is still to come. The first requests weigh more, so that a new
-        # ingress can soon estimate the work of other ingresses' requests.
+        # On average, half of a running request's output is still to be generated. The first requests have more weight,
+        # so that a new ingress can soon estimate the work of other ingresses' requests.
         self._num_placed += 1
         weight = max(0.05, 1 / (self._num_placed + 3))
         self._usual_decode_tokens += weight * (num_expected_tokens / 2 - self._usual_decode_tokens)
 
     def progress(self, request_id: str, num_new_tokens: int) -> None:
-        """Count new tokens of a request. The first of them marks its prompt as computed."""
+        """Count new tokens of a request. Its first token shows that its prompt is computed."""
         placed = self._placed.get(request_id)
         if placed is None:
             return  # the request ended while these tokens were on their way
-        # The sums are updated by differences, which is quick, because this method is called for every token.
+        # The sums are updated by differences for speed, because this method is called for every token.
         ours = placed.work
         if placed.num_prefill_tokens:
             ours.num_prefill_tokens -= placed.num_prefill_tokens
             placed.num_prefill_tokens = 0
         placed.num_unused_tokens -= num_new_tokens
-        # A request that still runs generates at least one more token.
+        # A request that is still running generates at least one more token.
         left = placed.num_unused_tokens if placed.num_unused_tokens > 1 else 1
         ours.num_decode_tokens += left - placed.num_decode_tokens
         placed.num_decode_tokens = left
@@ -126,7 +125,7 @@ class Ledger:
         return self._placed[request_id].num_prefill_tokens
 
     def end(self, request_id: str) -> str | None:
-        """Stop counting an ended request. Returns its replica; None if the request was not placed."""
+        """Stop counting an ended request. Returns its replica, or None if the request was not placed."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return None
@@ -134,7 +133,6 @@ class Ledger:
         return placed.replica_id
 
     def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
-        """Record a replica's report, which replaces the previous one."""
         self._replicas[replica_id].note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
 
     def candidates(
@@ -148,7 +146,7 @@ class Ledger:
     ) -> list[Candidate]:
         """Return the candidates for one request, in the order of the ids. `num_cached_tokens` is by replica id."""
         states = {replica_id: self._replicas.get(replica_id) or ReplicaState() for replica_id in replica_ids}
-        # A replica without a report is assumed to accept the largest number of requests that any replica reports.
+        # A replica without a report is assumed to have the highest limit that any replica reports.
         max_requests = max([each.report.max_requests for each in states.values() if each.report], default=None)
         return [
             state.candidate(
@@ -196,7 +194,7 @@ class _Placed:
     """One placed request and its remaining work."""
 
     replica_id: str
-    work: _Work  # its replica's work, which includes this request
+    work: _Work  # the total for its replica, including this request
     num_prefill_tokens: int
     num_decode_tokens: int  # expected tokens still to generate, at least 1
     num_unused_tokens: int  # expected minus generated tokens; below 1 if the output is longer than expected
@@ -210,21 +208,20 @@ class ReplicaState:
         self.report: ReplicaReport | None = None  # the last report
         self.is_suspect = False  # the replica's stream broke or fell silent
         self.ours = _Work()  # work from this ingress
-        self._others = _Work()  # work from other ingresses, by the last report
+        self._others = _Work()  # work from other ingresses, according to the last report
         self._reported_at = float("-inf")
         self._worked_at = float("-inf")  # time of the last report that counted any request
 
     def note(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
         """Record a report. Each request of other ingresses is assumed to generate `usual_decode_tokens` more tokens."""
         ours = self.ours
-        # Uses the replica's count of our requests, because some may have ended since, or may not have arrived yet.
+        # The replica's own count of our requests is used, because some may have ended or may not have arrived yet.
         num_own = ours.num_requests if report.num_own is None else report.num_own
         num_requests = max(0, report.num_requests - num_own)
         num_background = min(num_requests, max(0, report.num_background - ours.num_background))
         num_prefill_tokens = report.num_prompt_tokens_of_others
         if num_prefill_tokens is None:  # a replica of an older version
             num_prefill_tokens = max(0, report.num_waiting_tokens - ours.num_prefill_tokens)
-        # Not even the replica knows how long the other ingresses' outputs will be.
         self._others = _Work(
             num_requests, num_background, num_prefill_tokens, round(num_requests * usual_decode_tokens)
         )
@@ -244,12 +241,12 @@ class ReplicaState:
         num_cached_tokens: int,
         holds_session: bool,
     ) -> Candidate:
-        """Return this replica as a candidate for one request. It is full at `max_requests` requests."""
+        """Return this replica as a candidate for one request. `max_requests` is its limit."""
         others, report = self._others, self.report
         is_known = (others.num_requests or others.num_prefill_tokens) and now - self._reported_at <= REPORT_LIFE_S
         work = self.ours + others if is_known else self.ours
         knows_speed = report is not None and now - self._worked_at <= SPEED_LIFE_S
-        # Requests that run before this one. Foreground requests preempt background requests where that is possible.
+        # Requests that run before this one. A foreground request preempts background requests if possible.
         num_before = work.num_requests
         if not is_background:
             num_staying = 0 if report is None else report.num_unpreemptible_background

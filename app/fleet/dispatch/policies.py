@@ -1,4 +1,4 @@
-"""The dispatch policies. A policy orders the replicas for one request; the request goes to the first replica."""
+"""The dispatch policies. A policy ranks the replicas for a request, which is then sent to the first replica."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Protocol
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
 
 # A replica is preferred for its cached prefix, session or adapter only while it has at most this many more outstanding
-# tokens (scaled by speed) than the least loaded replica. This is about the work of one long conversation. With a lower
-# limit, two requests in a row could end a session's affinity. With a higher limit, one replica fills up while others
-# are idle.
+# tokens (scaled by speed) than the least loaded replica. The value is roughly the work of one long conversation. If it
+# were lower, two consecutive requests could end a session's affinity. If it were higher, one replica would fill up
+# while others are idle.
 MAX_IMBALANCE_TOKENS = 4096
-# A cached token is worth this many outstanding tokens, because computing a prompt again adds work to the fleet, and an
-# uneven load adds none. With 1, the replicas compute more. With 4, the first replicas that cache a shared prompt of
-# many conversations receive most of the work (`benchmarks.service.thousand --part hot`).
+# A cached token offsets this many outstanding tokens, because recomputing a prompt adds work to the fleet, while an
+# uneven load does not. With 1, the replicas compute more. With 4, if many conversations share a prompt, the first
+# replicas that cache it receive most of the work (`benchmarks.service.thousand --part hot`).
 _WORTH_OF_CACHED = 3
 
 
 def near_adapter(candidates: Sequence[Candidate], size: RequestSize, loaded_on: Collection[str]) -> list[Candidate]:
-    """Return the candidates that have loaded the request's adapter and are not overloaded; all if there are none."""
+    """Return the candidates that have loaded the request's adapter and are not overloaded, or all if there are none."""
     balanced = _balanced(candidates, Scoring.of(candidates, size), MAX_IMBALANCE_TOKENS)
     return [each for each in balanced if each.replica_id in loaded_on] or list(candidates)
 
@@ -34,19 +34,19 @@ def _balanced(candidates: Sequence[Candidate], scoring: Scoring, max_imbalance_t
 
 
 class DispatchPolicy(Protocol):
-    """Orders the replicas for one request. Runs on one thread, once each time that a request is placed."""
+    """Ranks the replicas for one request. Called on one thread, each time that a request is placed."""
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """Return up to `number` of the sorted ids of a large fleet, as candidates for `decide`."""
+        """Choose up to `number` of a large fleet's sorted ids, as candidates for `decide`."""
         ...
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
-        """Return all candidates, most preferred first and full ones last. There must be at least one candidate."""
+        """Rank the candidates, most preferred first and full ones last. There must be at least one candidate."""
         ...
 
 
 def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
-    """Return a new policy by its name in the setting `replicas.dispatch`."""
+    """Create the policy with this name in the setting `replicas.dispatch`."""
     policies: dict[str, Callable[[random.Random], DispatchPolicy]] = {
         "round_robin": lambda rng: RoundRobin(),
         "least_loaded": LeastLoaded,
@@ -56,13 +56,13 @@ def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
 
 
 class RoundRobin:
-    """Chooses the replicas in turn, regardless of load. A change of the fleet neither skips nor repeats a replica."""
+    """Cycles through the replicas, regardless of load. Changes to the fleet neither skip nor repeat a replica."""
 
     def __init__(self) -> None:
         self._last = ""  # sorts before every id, so that the lowest id comes first
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """Return the replicas whose turn is next."""
+        """Return the next replicas in the cycle."""
         at = bisect_right(replica_ids, self._last)
         after = replica_ids[at : at + number]
         return [*after, *replica_ids[: min(at, number - len(after))]]
@@ -77,10 +77,10 @@ class RoundRobin:
 class LeastLoaded:
     """Prefers the replica that would finish this request first (shortest expected delay).
 
-    The wait for a free slot counts as work, and all work is divided by the replica's speed. An idle slow replica
+    The wait for a free slot counts as work, and all work is divided by the replica's speed. A slow replica that is idle
     therefore receives a request only if the fast replicas would finish it later. If all replicas have queues, each
-    receives requests in proportion to its speed. Equal replicas are in random order, because several ingresses that
-    know the same reports would otherwise all choose the same replica.
+    receives requests in proportion to its speed. Ties are broken at random. Otherwise, ingresses that have received the
+    same reports would all choose the same replica.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -90,7 +90,7 @@ class LeastLoaded:
         """Return random replicas.
 
         The least loaded of a few is nearly as good as the least loaded of all (Mitzenmacher, The Power of Two Choices).
-        Among all replicas, many requests would choose the same one, because reports are always slightly outdated.
+        If all were compared, many requests would choose the same replica, because reports are always slightly outdated.
         """
         return self._rng.sample(replica_ids, min(number, len(replica_ids)))
 
@@ -100,7 +100,7 @@ class LeastLoaded:
         return Decision(policy="least_loaded", rule="the least work", candidates=ranked, scoring=scoring)
 
     def ranked(self, candidates: Sequence[Candidate], scoring: Scoring) -> list[Candidate]:
-        """Return the candidates by score, with the full ones last. The order of equal candidates is random."""
+        """Sort the candidates by score, with full ones last. Ties are broken at random."""
         return sorted(candidates, key=lambda each: (each.is_full, scoring.score(each), self._rng.random()))
 
 
@@ -109,10 +109,10 @@ class PrefixAffinity:
 
     A prefix that many requests share therefore spreads to more replicas as the number of requests grows, and a
     conversation moves only if its replica has much more work than others. If all replicas have queues, the longest
-    match comes first. A replica with over `max_imbalance_tokens` more outstanding tokens (scaled by speed) than the
-    least loaded one loses its preference, whatever it has cached. If no prefix is cached, the session's replica comes
-    first, and without a session the least loaded one. The bound on imbalance comes from SGLang's cache-aware router;
-    Preble (arXiv 2407.00023) describes both sides of the trade-off.
+    match wins. A replica with over `max_imbalance_tokens` more outstanding tokens (scaled by speed) than the least
+    loaded replica is not preferred, whatever it has cached. If no replica has cached a prefix, the session's replica
+    is preferred, and without a session the least loaded one. The bound on the imbalance comes from SGLang's cache-aware
+    router. Preble (arXiv 2407.00023) describes both sides of the trade-off.
     """
 
     def __init__(self, rng: random.Random, *, max_imbalance_tokens: int = MAX_IMBALANCE_TOKENS) -> None:
@@ -129,7 +129,7 @@ class PrefixAffinity:
         near = _balanced(ranked, scoring, self._max_imbalance_tokens)
         # The sorts are stable, so the least loaded of equal candidates stays first.
         near.sort(key=lambda each: not each.holds_session)
-        if all(each.num_ahead for each in near):  # all have queues: a wait leaves no slot idle, but prefill costs time
+        if all(each.num_ahead for each in near):  # all have queues, so a longer queue leaves no slot idle
             near.sort(key=lambda each: -each.num_cached_tokens)
         elif any(each.num_cached_tokens for each in near):
             near.sort(key=lambda each: _work_beyond_cached(each, scoring))
@@ -144,7 +144,7 @@ class PrefixAffinity:
         if first.holds_session:
             return "the session's replica"
         if any((each.num_cached_tokens or each.holds_session) and not each.is_full for each in others):
-            return "the least work, the matching replicas have too much more"
+            return "the least work, the matching replicas have too much"
         return "the least work, no match"
 
 

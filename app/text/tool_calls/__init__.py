@@ -1,4 +1,4 @@
-"""Reads tool calls in the common formats from a model's output while the text arrives. No tokens here."""
+"""Reads tool calls in common formats from a model's output as the text arrives."""
 
 from app.text.tool_calls.format import FORMATS, LIST, ToolFormat
 from app.text.tool_calls.inputs import INPUT_KEY, InputParser

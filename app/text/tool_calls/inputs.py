@@ -1,4 +1,4 @@
-"""Calls of custom tools, which accept plain text. A model calls such a tool as a function with `{"input": "…"}`."""
+"""Calls to custom tools, which accept plain text. A model calls a custom tool as a function with `{"input": "…"}`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from app.text.tool_calls.parser import CallParser, CallPiece, Parsed
 from app.text.tool_calls.readers import decoded_string
 
 INPUT_KEY = "input"  # key of the function's only argument
-_BEGIN = f'{{"{INPUT_KEY}":"'  # a model may add white space
+_BEGIN = f'{{"{INPUT_KEY}":"'  # without white space, which a model may add
 _MAX_BEGIN = 1024  # characters, including white space
-# Matches complete characters and escapes. An escaped high surrogate is incomplete until the next characters arrive.
+# Matches complete characters and escapes. An escaped high surrogate is incomplete without the characters after it.
 _COMPLETE = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*",
@@ -20,7 +20,7 @@ _COMPLETE = re.compile(
 
 
 class InputParser:
-    """Replaces the arguments of custom tool calls by their input text, which is decoded while it arrives."""
+    """Replaces the arguments of custom tool calls with their input text, which is decoded as it arrives."""
 
     def __init__(self, parser: CallParser, names: Collection[str]) -> None:
         self._parser = parser
@@ -63,11 +63,11 @@ class InputReader:
 
     def __init__(self) -> None:
         self._held = ""  # an incomplete prefix of the object or of an escape
-        self._is_inside: bool | None = None  # whether the string has begun; None while that is undecided
+        self._is_inside: bool | None = None  # whether the arguments have the expected form; None while undecided
         self._has_ended = False
 
     def push(self, written: str) -> str:
-        """Read the next characters of the arguments and return the text that they add."""
+        """Read the next characters of the arguments. Returns the text that they add."""
         self._held += written
         if self._is_inside is None:
             self._begin()
@@ -76,13 +76,13 @@ class InputReader:
         if self._has_ended:
             return ""
         complete = _COMPLETE.match(self._held)
-        assert complete is not None, "it matches nothing too"
+        assert complete is not None, "it also matches an empty text"
         self._held = self._held[complete.end() :]
         self._has_ended = self._held.startswith('"')
         return decoded_string(f'"{complete[0]}"') or ""
 
     def flush(self) -> str:
-        """Return the text that is still held back, except an incomplete escape. Call this after the last piece."""
+        """Return the text that is still held back, without an incomplete escape. Call this after the last piece."""
         held, self._held = self._held, ""
         return "" if self._is_inside else held
 

@@ -1,4 +1,4 @@
-"""Converts values in Python's, JSON's and Gemma's notation to JSON while they arrive."""
+"""Converts values in Python, JSON and Gemma notation to JSON as they arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from string import hexdigits
 from app.text.begun import partial_match_length
 from app.text.tool_calls.readers import JsonPlace
 
-_MARK = '<|"|>'  # Gemma's quote mark; text between two of these marks has no escapes
+_MARK = '<|"|>'  # Gemma's quote mark; there are no escapes between two marks
 _OPENED = {"{": "{", "[": "[", "(": "["}
 _CLOSED = {"}": "}", "]": "]", ")": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -22,27 +22,27 @@ _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}  # hexadecimal digits after each kind of 
 class JsonWriter:
     """Converts one value to JSON, character by character. Does not check that the result is valid JSON.
 
-    A word that is neither a number nor a constant, such as a member name without quotes, becomes a string.
+    A word that is neither a number nor a constant, such as an unquoted member name, becomes a string.
     """
 
     def __init__(self) -> None:
-        self.unread = ""  # characters that looked like a prefix of a quote mark; set only after BEYOND
+        self.unread = ""  # characters that looked like the start of a quote mark; set only after BEYOND
         self._written: list[str] = []
         self._depth = 0
         self._has_ended = False  # whether a value outside brackets is complete
-        self._needs_comma = False  # whether a comma was read, but not the value after it
+        self._needs_comma = False  # whether a comma was read, but not the following value
         self._word: list[str] = []
         self._quote = ""  # opening quote of the current string
         self._held = ""  # a possible prefix of a quote mark
         self._escape = ""  # the part of the current escape that has been read
 
     def take(self) -> str:
-        """Return the JSON written since the last call."""
+        """Return the JSON that was written since the last call."""
         written, self._written = "".join(self._written), []
         return written
 
     def advance(self, character: str) -> JsonPlace:
-        """Convert the next character. BEYOND means that the value ended before this character."""
+        """Convert the next character. Returns BEYOND if the value ended before this character."""
         if self._quote:
             return self._in_text(character)
         if self._held or character == "<":
@@ -98,7 +98,7 @@ class JsonWriter:
         return JsonPlace.INSIDE
 
     def _in_escape(self, character: str) -> None:
-        """Read an escape by Python's rules: a backslash that begins no valid escape is a plain backslash."""
+        """Read an escape by Python's rules: a backslash that does not start a valid escape is a plain backslash."""
         self._escape += character
         kind, digits = self._escape[1], self._escape[2:]
         num_digits = _NUM_DIGITS.get(kind, 0)
@@ -136,7 +136,7 @@ class JsonWriter:
 
 
 def _in_json(escape: str, code: int) -> str:
-    """Return a complete Python escape as part of a JSON string. `code` is the character that its digits encode."""
+    """Return a complete Python escape as part of a JSON string. `code` is the value of its digits."""
     if escape[1] not in _NUM_DIGITS:
         return _ESCAPES.get(escape[1]) or json.dumps(escape, ensure_ascii=False)[1:-1]
     if code < 0x10000:
@@ -145,7 +145,7 @@ def _in_json(escape: str, code: int) -> str:
 
 
 def as_json(written: str) -> str:
-    """Return a value as JSON: keeps valid JSON, converts Python values, and turns other text into a string."""
+    """Return a value as JSON: valid JSON is unchanged, Python values are converted, and other text becomes a string."""
     if _is_json(written):
         return written.strip()
     if written.lstrip()[:1] in ("{", "[", "(") or written.strip() in _WORDS:
@@ -166,5 +166,5 @@ def _is_json(text: str) -> bool:
 
 
 def _refused(constant: str) -> None:
-    """Refuse NaN and Infinity, which JSON does not have."""
+    """Reject NaN and Infinity, which JSON does not allow."""
     raise ValueError(constant)

@@ -1,6 +1,6 @@
-"""Readers of calls that are not JSON objects, for families of models with formats of their own.
+"""Readers of calls that are not JSON objects, for model families with their own formats.
 
-They read character by character and convert the arguments to JSON, so that clients see one format for all models.
+They read character by character and convert the arguments to JSON, so that clients receive one format for all models.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def is_of_name(character: str) -> bool:
 
 
 class OwnReader:
-    """Base class for a `CallReader` that reads one family's format."""
+    """Base class for a `CallReader` for the format of a model family."""
 
-    may_follow = False  # whether a call may follow another one without a marker
+    may_follow = False  # whether a call may follow another call without a marker
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         self.name: str | None = None
         self.unread = ""
         self._texts = texts
         self._arguments: list[str] = []  # JSON that `take_arguments` has not returned yet
-        self._num_arguments = 0  # arguments that have started, in formats that write them one by one
+        self._num_arguments = 0  # for formats that write arguments one by one
 
     @staticmethod
     def begins_with(character: str) -> bool:
@@ -52,7 +52,7 @@ class OwnReader:
         return arguments
 
     def _begin_key(self, function: str, key: str) -> None:
-        """Begin an argument. Sets `name`, because a text with an argument is certainly a call."""
+        """Begin an argument. Sets `name`, because text with an argument is certainly a call."""
         self.name = function
         comma = ", " if self._num_arguments else "{"
         self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
@@ -64,7 +64,7 @@ class OwnReader:
 
 
 class PlainReader(OwnReader):
-    """Reads `f{…}` or `f[ARGS]{…}`, optionally with `[CALL_ID]…` in between, the format of newer Mistral models."""
+    """Reads `f{…}` or `f[ARGS]{…}`, optionally with `[CALL_ID]…` in between (newer Mistral models)."""
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
@@ -114,11 +114,11 @@ class PlainReader(OwnReader):
 
 
 class TagReader(OwnReader):
-    """Reads `<function=f><parameter=a>…</parameter></function>`, the format of Qwen3-Coder, Qwen3.5 and Nemotron 3.
+    """Reads `<function=f><parameter=a>…</parameter></function>` (Qwen3-Coder, Qwen3.5 and Nemotron 3).
 
-    An argument is written between its tags without quotes; a line end beside a tag belongs to the tag. An argument that
-    can only be a string streams while it arrives. Any other argument is a value if it is valid JSON or a Python value
-    (some templates write `True`), and otherwise a string.
+    An argument is written between its tags without quotes, and a newline next to a tag belongs to the tag. An argument
+    that can only be a string is streamed as it arrives. Any other argument is a value if it is valid JSON or a Python
+    value (some templates write `True`), and otherwise a string.
     """
 
     _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -126,11 +126,11 @@ class TagReader(OwnReader):
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
-        # Store a plain function, because a bound method would create a reference cycle.
+        # A plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[TagReader, str], Reading] = TagReader._in_function_tag
         self._function = ""
         self._held = ""  # a possible prefix of a tag
-        self._value: list[str] | None = None  # an argument that may be JSON; None while a string streams
+        self._value: list[str] | None = None  # an argument that may be JSON; None for a streamed string
         self._num_undecided = 0  # characters of `_value`
 
     @staticmethod
@@ -202,7 +202,7 @@ class TagReader(OwnReader):
         self._held, self._advance = "", TagReader._between_tags
 
     def _broken(self) -> Reading:
-        """Handle text that is not a valid tag. If the call already has an argument, it ended before this text."""
+        """Handle text that is not a valid tag. A call that already has an argument ended before this text."""
         if self.name is None:
             return Reading.NO_CALL
         self.unread = self._held[:-1]
@@ -214,13 +214,13 @@ class TagReader(OwnReader):
 
 
 class PythonReader(OwnReader):
-    """Reads `f(a=1, b='x')`, the format of LFM2, which writes its calls in a list."""
+    """Reads `f(a=1, b='x')` (LFM2, which writes its calls in a list)."""
 
     may_follow = True
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
-        # Store a plain function, because a bound method would create a reference cycle.
+        # A plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[PythonReader, str], Reading] = PythonReader._in_function
         self._function: list[str] = []
         self._key: list[str] = []
@@ -289,7 +289,7 @@ class PythonReader(OwnReader):
 
 
 class GemmaReader(OwnReader):
-    """Reads `call:f{a:1,b:<|"|>x<|"|>}`, the format of Gemma 4. Strings are written between marks, without escapes."""
+    """Reads `call:f{a:1,b:<|"|>x<|"|>}` (Gemma 4). Strings are written between marks, without escapes."""
 
     _BEGIN = "call:"
 
@@ -322,10 +322,10 @@ class GemmaReader(OwnReader):
 
 
 def _is_beginning(text: str, of: str) -> bool:
-    """Return whether `text` is a prefix of `of`, or begins with `of` and does not end in `<` or a line end."""
+    """Return whether `text` is a prefix of `of`, or starts with `of` and does not end with `<` or a newline."""
     return of.startswith(text) or (text.startswith(of) and text[-1] not in "<\n")
 
 
 def _escaped(text: str) -> str:
-    """Escape a text for use inside a JSON string. The result has no quotes around it."""
+    """Escape a text for use inside a JSON string. Does not add quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

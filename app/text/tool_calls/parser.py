@@ -1,4 +1,4 @@
-"""Separates text from tool calls. The result does not depend on how the text was cut into pieces."""
+"""Separates text from tool calls. The result does not depend on how the text is divided into pieces."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from app.text.tool_calls.format import ToolFormat
 from app.text.tool_calls.own_readers import NO_TEXTS, Texts
 from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, Reading
 
-# The most white space characters that are held back until it is clear whether a marker follows.
-MAX_HELD_BLANKS = 1024
+MAX_HELD_BLANKS = 1024  # maximum white space characters that are held back because a marker may follow
 
 
 class CallPiece(NamedTuple):
-    """A new part of one call: its name, only in the first piece, and more of its arguments."""
+    """A new part of one call: its name (only in the first piece), and more of its arguments."""
 
     number: int  # the call's position in the text, from 0
     name: str | None
-    arguments: str  # the input if the call is for a custom tool
+    arguments: str  # or the input, if the call is for a custom tool
     is_custom: bool = False
 
 
 class Parsed(NamedTuple):
-    """Text for the user, followed by parts of calls, with at most one piece per call."""
+    """Text for the user, followed by new parts of calls, at most one per call."""
 
     text: str
     calls: tuple[CallPiece, ...]
@@ -42,14 +41,14 @@ class CallParser(Protocol):
         """Whether the parser ignores all further text."""
 
     def push(self, text: str) -> list[Parsed]:
-        """Parse the next piece of the output. Returns its text and calls in order."""
+        """Parse the next piece of the output. Returns the text and calls in order."""
 
     def flush(self) -> list[Parsed]:
         """Return the text and calls that are still held back. Call this after the last piece."""
 
 
 class ArgumentsParser:
-    """A parser for output that consists only of one function's arguments or a custom tool's input."""
+    """A parser for output that only consists of a function's arguments or a custom tool's input."""
 
     def __init__(self, name: str, *, is_custom: bool = False) -> None:
         self._name = name
@@ -71,9 +70,9 @@ class ArgumentsParser:
 class ToolParser:
     """Separates calls in one format from the text around them.
 
-    Text that turns out not to be a call is returned as text, with its markers. White space around calls and separators
-    between them belong to the format and are dropped, up to a limit. The parser raises no errors. Its time is linear in
-    the length of the text, and the text that it holds back is limited.
+    Text that turns out not to be a call is returned as text, including its markers. White space around calls (up to a
+    limit) and separators between calls belong to the format and are dropped. The parser never raises an error. Its time
+    is linear in the length of the text, and the amount of text that is held back is limited.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class ToolParser:
     ) -> None:
         """`names` are the names of the offered tools. With `only_first`, everything after the first call is ignored.
 
-        With `is_strict`, an object without a marker is a call only if it starts exactly as the grammar of strict calls
-        requires, so that the model cannot avoid the grammar. `raw_names` are tools whose calls have empty arguments and
-        then an input, from the next line to the end of the text. `texts` are the arguments that can only be strings, by
-        tool, for formats that do not distinguish strings from numbers.
+        With `is_strict`, an object without a marker is a call only if it starts exactly as the grammar for strict calls
+        requires. Otherwise, the model could avoid the grammar. `raw_names` are tools whose calls have empty arguments,
+        followed by an input from the next line to the end of the text. `texts` lists by tool the arguments that can
+        only be strings, for formats that do not distinguish strings from numbers.
         """
         self._form = form
         self._names = names
@@ -99,11 +98,11 @@ class ToolParser:
         self._is_strict = is_strict
         self._raw_names = raw_names
         self._texts = texts
-        # Store a plain function, because a bound method would create a reference cycle.
+        # A plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[ToolParser, str], None] = ToolParser._in_text if form.begin else ToolParser._in_lead
         self._blanks: list[str] = []  # white space held back before a possible marker
         self._num_opened = 0  # length of the opening marker's prefix at the end of the text
-        self._raw: list[str] = []  # the current call's characters, while it may turn out not to be a call
+        self._raw: list[str] = []  # the current call's characters, as long as it may turn out not to be a call
         self._reader: CallReader = ObjectReader()
         self._num_closed = 0  # how many characters of the closing marker have been read
         self._is_closed = False  # whether the closing marker was read after the last call
@@ -111,8 +110,8 @@ class ToolParser:
         self._has_text = False
         self._is_done = False
         self._text: list[str] = []
-        self._calls: list[CallPiece] = []  # calls after `_text`
-        self._parsed: list[Parsed] = []  # complete parts before `_text`
+        self._calls: list[CallPiece] = []  # calls that follow `_text`
+        self._parsed: list[Parsed] = []  # complete parts that precede `_text`
 
     @property
     def has_calls(self) -> bool:
@@ -140,7 +139,7 @@ class ToolParser:
 
     @property
     def _is_uncertain(self) -> bool:
-        """Whether the call that is being read may still turn out to be text."""
+        """Whether the current call may still turn out to be text."""
         return self._advance is ToolParser._in_call and self._reader.name is None
 
     def _taken(self) -> list[Parsed]:
@@ -171,7 +170,7 @@ class ToolParser:
             self._raw, self._blanks = [*self._blanks, begin], []
             self._num_opened = 0
             self._advance = ToolParser._in_lead
-        elif self._num_opened <= num_before:  # at least the first held characters are text, not a marker
+        elif self._num_opened <= num_before:  # at least the first held character does not belong to a marker
             self._say_certain(held, num_held=self._num_opened)
 
     def _may_begin_unmarked(self) -> bool:
@@ -180,7 +179,7 @@ class ToolParser:
         return not self._is_strict or all(blank in BLANKS for blank in self._blanks)
 
     def _say_certain(self, text: str, *, num_held: int) -> None:
-        """Emit the held white space and `text`, except its last `num_held` characters and white space before them."""
+        """Emit the held white space and `text`, except its last `num_held` characters and the preceding white space."""
         said = text[: len(text) - num_held]
         if not said.isspace():
             kept = said.rstrip()
@@ -200,7 +199,7 @@ class ToolParser:
 
     def _in_lead(self, character: str) -> None:
         """Handle a character between the marker and the first call."""
-        if len(self._raw) >= 2 * MAX_HELD_BLANKS:  # includes white space before the marker
+        if len(self._raw) >= 2 * MAX_HELD_BLANKS:  # including white space before the marker
             self._give_up(character)
         elif character.isspace() or character in self._form.lead:
             self._raw.append(character)
@@ -223,8 +222,8 @@ class ToolParser:
     def _in_call(self, character: str) -> None:
         was_certain = self._reader.name is not None
         reading = self._reader.advance(character)
-        # The most characters of a call that are held back until its name and the beginning of its arguments are read; a
-        # longer call becomes text. Arguments before the name, and arguments written as a string, count as well.
+        # A call is held back until its name and the beginning of its arguments have been read. If more characters than
+        # this precede that point (for example, arguments before the name), the call becomes text.
         max_uncertain = 256 * 1024
         if reading is Reading.NO_CALL or (not was_certain and len(self._raw) >= max_uncertain):
             self._give_up(character)
@@ -251,7 +250,7 @@ class ToolParser:
         self._is_done = self._only_first and not self._is_raw
 
     def _before_input(self, character: str) -> None:
-        """Skip the line end before the input."""
+        """Skip the newline before the input."""
         self._advance = ToolParser._in_input
         if character != "\n":
             self._in_input(character)
@@ -265,7 +264,7 @@ class ToolParser:
             self._calls.append(CallPiece(self._num_begun - 1, None, arguments))
 
     def _after_call(self, character: str) -> None:
-        """Handle a character after a call. Separators and closing markers are dropped."""
+        """Handle a character after a call. Drops separators and closing markers."""
         end, form = self._form.end, self._form
         if self._num_closed < len(end) and character == end[self._num_closed]:
             self._num_closed = (self._num_closed + 1) % len(end)
@@ -282,7 +281,7 @@ class ToolParser:
             self._back_to_text(character)
 
     def _give_up(self, character: str) -> None:
-        """Emit the characters as text, because they are not a call. A marker's prefix at their end may begin one."""
+        """Emit the characters as text, because they are not a call, except for a possible new marker at their end."""
         raw, self._raw = "".join(self._raw), []
         num_held = partial_match_length(raw, self._form.begin) if self._form.begin else 0
         self._say(raw[: len(raw) - num_held])

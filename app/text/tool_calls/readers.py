@@ -1,9 +1,9 @@
-"""Readers of one call as a JSON object, character by character. `own_readers.py` contains readers for other formats.
+"""Readers of a call that is a JSON object, character by character. `own_readers.py` contains readers for other formats.
 
-A JSON parser is not suitable: clients receive the arguments exactly as the model writes them, while they arrive, and
-models write text that a parser refuses (line breaks in strings, lone surrogates). Therefore a reader only finds where
-values end, and decodes only names and arguments that are written as strings. Each character takes constant time,
-however long the call is.
+A JSON parser is not suitable, because clients receive the arguments exactly as the model writes them and as they
+arrive, and models write text that a parser rejects (newlines in strings, lone surrogates). A reader therefore only
+finds the ends of values, and only decodes names and arguments that are written as strings. The time per character does
+not depend on the length of the call.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class Reading(Enum):
-    """The reader's verdict on one character."""
+    """The result of reading one character."""
 
-    MORE = auto()  # the character belongs to the call, and the call continues
+    MORE = auto()  # the call continues after the character
     DONE = auto()  # the character ends the call
     BEYOND = auto()  # the call ended before this character
     NO_CALL = auto()  # the characters read so far are not a call
 
 
 class CallReader(Protocol):
-    """Reads one call, whose arguments the caller takes piece by piece."""
+    """Reads one call. The caller takes the arguments piece by piece."""
 
     name: str | None  # None until the text is certainly a call
-    unread: str  # characters before the last one that do not belong to the call either; set only after BEYOND
+    unread: str  # earlier characters that do not belong to the call either; set only after BEYOND
 
     def advance(self, character: str) -> Reading:
-        """Read the next character. Do not call this again after a result other than MORE."""
+        """Read the next character. Must not be called again after a result other than MORE."""
 
     def take_arguments(self) -> str:
         """Return the part of the arguments that was read since the last call."""
@@ -42,24 +42,24 @@ class CallReader(Protocol):
 class ObjectReader:
     """Reads `{"name": "f", "arguments": {…}}`. The key may also be `parameters`; other members are skipped.
 
-    If the name comes first, an object of arguments streams while it arrives. Arguments that are written as a
-    string are decoded. If the JSON breaks after the name and the beginning of the arguments, the call remains valid,
-    and its arguments end before the broken part.
+    If the name comes first, an object of arguments is streamed as it arrives. Arguments that are written as a string
+    are decoded. If the JSON becomes invalid after the name and the beginning of the arguments, the call remains valid,
+    and its arguments end before the invalid part.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """If no marker shows that an object is a call, pass `names`: a call must have one of them, and arguments."""
+        """`names` is required if no marker precedes the object. A call must then have one of them, and arguments."""
         self.name: str | None = None
         self.unread = ""
         self._names = names
         self._written_name: str | None = None
         self._arguments: list[str] | None = None  # arguments that `take_arguments` has not returned yet
-        # Store a plain function, because a bound method would create a reference cycle.
+        # A plain function, because a bound method would create a reference cycle.
         self._advance: Callable[[ObjectReader, str], Reading] = ObjectReader._open
         self._key = ""
         self._value: list[str] = []
         self._end = JsonEnd()
-        self._streams = False  # whether the current value is added to the arguments while it is read
+        self._streams = False  # whether the current value is added to the arguments as it is read
 
     def advance(self, character: str) -> Reading:
         return self._advance(self, character)
@@ -71,7 +71,7 @@ class ObjectReader:
         return arguments
 
     def _open(self, character: str) -> Reading:
-        assert character == "{", "a reader is made at an opening brace"
+        assert character == "{", "a reader is created at an opening brace"
         self._advance = ObjectReader._before_key
         return Reading.MORE
 
@@ -134,7 +134,7 @@ class ObjectReader:
             self._arguments.append(character)
 
     def _finish_value(self) -> bool:
-        """Store the value that has ended. Returns False if it shows that the object is not a call."""
+        """Store the completed value. Returns False if it shows that the object is not a call."""
         if self._streams:
             self._streams = False
         elif self._key == "name" and self._written_name is None:
@@ -161,7 +161,7 @@ class ObjectReader:
         return Reading.DONE
 
     def _broken(self) -> Reading:
-        """Handle text that is not JSON. If the call already has a name and arguments, it ended before this text."""
+        """Handle text that is not JSON. A call that already has a name and arguments ended before this text."""
         is_call = self._arguments is not None and self._close() is Reading.DONE
         return Reading.BEYOND if is_call else Reading.NO_CALL
 
@@ -170,7 +170,7 @@ class ObjectReader:
 
 
 class NameFirstReader(ObjectReader):
-    """Accepts an object as a call only if it starts with exactly `{"name": "f"`, apart from white space."""
+    """Accepts an object as a call only if it starts with exactly `{"name": "f"` (except for white space)."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -198,9 +198,9 @@ class JsonPlace(Enum):
 
 
 class JsonEnd:
-    """Finds the end of one value by its brackets and quotes. Does not check that the text between them is JSON.
+    """Finds the end of a value by its brackets and quotes. Does not check that the value is valid JSON.
 
-    A `<` outside of strings ends the value, because it begins the marker after a call whose brackets are not closed.
+    A `<` outside strings also ends the value, because it starts the marker after a call with unclosed brackets.
     """
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class JsonEnd:
 def decoded_string(written: str) -> str | None:
     """Return the value of a JSON string, or None for any other text.
 
-    A lone surrogate, such as `\\ud800`, becomes U+FFFD, because UTF-8 cannot encode it.
+    A lone surrogate such as `\\ud800` is replaced with U+FFFD, because UTF-8 cannot encode it.
     """
     if not written.startswith('"'):
         return None
@@ -251,6 +251,6 @@ def decoded_string(written: str) -> str | None:
 
 
 def _as_arguments(written: str) -> str:
-    """Convert arguments that are not streamed: decode a string, turn null or blanks into `{}`, keep other text."""
+    """Convert arguments that are not streamed: a string is decoded, null and blanks become `{}`, other text is kept."""
     said = decoded_string(written)
     return "{}" if written == "null" or not (written if said is None else said).strip() else said or written

@@ -1,4 +1,4 @@
-"""Detects a model's format of calls: lets its chat template write a call and tries which format reads the call."""
+"""Detects a model's call format: its chat template writes a call, and each format tries to read the call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
         written = tokenizer.render_chat([_QUESTION, _CALL], add_generation_prompt=False)
     except InvalidRequest:
         return None
-    if not written.startswith(before):  # some templates begin a finished turn differently than a generated one
+    if not written.startswith(before):  # some templates start complete turns differently from generated turns
         before = tokenizer.render_chat([_QUESTION], add_generation_prompt=False)
     answer = written.removeprefix(before)
     return next((form for form in FORMATS.values() if _reads(form, answer)), None)

@@ -48,7 +48,7 @@ def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> N
     small = options("--config", config, "--model", "small")
     assert (small.served.engine.scheduler.max_running, small.served.replicas.num_replicas) == (7, 3)
     assert options("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
-    with pytest.raises(InvalidSetup, match="has the models small, large; choose one with --model"):
+    with pytest.raises(InvalidSetup, match=r"defines several models \(small, large\); choose one with --model"):
         options("--config", config)
 
 

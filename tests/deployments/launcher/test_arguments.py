@@ -49,7 +49,7 @@ def test_a_flag_of_another_server_gets_an_answer(flag: str, capsys: pytest.Captu
         with pytest.raises(SystemExit) as ended:
             parse(*arguments)
         assert ended.value.code == 2
-        assert f"{flag} is not an option here. Instead: {ANSWERS[flag]}" in capsys.readouterr().err
+        assert f"{flag} is not supported here. Instead: {ANSWERS[flag]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS_OF_OTHERS)
@@ -115,7 +115,7 @@ def test_a_branch_that_is_left_empty_takes_an_option(tmp_path: Path) -> None:
     config.write_text(f"{text[:begin]}http_options:\n{text[end:]}")
     assert read_serve_file(trial_config(*parse(str(config), "--port", "83"))).port == 83
     config.write_text("applications: [x]\n")
-    with pytest.raises(InvalidSetup, match=r"^options of a command need a config with one application"):
+    with pytest.raises(InvalidSetup, match=r"^command line options require a config with one application"):
         trial_config(*parse(str(config), "--dtype", "float32"))
 
 
@@ -132,7 +132,9 @@ def test_an_option_of_a_model_needs_one_model(tmp_path: Path) -> None:
     models.append({**models[0], "name": "other"})
     config = tmp_path / "two.yaml"
     config.write_text(yaml.safe_dump(document))
-    with pytest.raises(InvalidSetup, match=r"^--dtype: the config has 2 models; set it in the config instead$"):
+    with pytest.raises(
+        InvalidSetup, match=r"^--dtype: the config has 2 models, not one; set it in the config instead$"
+    ):
         trial_config(*parse(str(config), "--dtype", "float32"))
     assert read_serve_file(trial_config(*parse(str(config), "--port", "82"))).port == 82
 

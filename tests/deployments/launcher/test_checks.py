@@ -179,7 +179,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a GGUF file that is cut": (_gguf(b"GGUF\x03\0\0\0"), "is damaged or cut short: its header cannot be read beyond"),
     "a file that is no GGUF file": (_gguf(b"PK\x03\x04"), "is not a GGUF file"),
     "an old GGUF file": (_gguf(b"GGUF\x01\0\0\0"), "has version 1 of the GGUF format"),
-    "too much KV memory": (_set(f"{ENGINE}.cache.memory_gib", 900_000), "take at least 1,800,000"),
+    "too much KV memory": (_set(f"{ENGINE}.cache.memory_gib", 900_000), "need at least 1,800,000"),
     "a folder of batches": (_behind_a_file(f"{APP}.args.batches.path"), "batches.path: got"),
     "a folder of a tier": (
         _behind_a_file(f"{ENGINE}.cache.tiers.0.path"),
@@ -194,7 +194,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         _set(f"{APP}.args.api", {"keys_file": "/nowhere/keys.yaml"}),
         "api.keys_file: there is no file /nowhere/keys.yaml; `carousel key NAME` prints an entry",
     ),
-    "no list of keys": (_keys("name: me"), "should be a list of keys; `carousel key NAME` prints an entry"),
+    "no list of keys": (_keys("name: me"), "must contain a list of keys; `carousel key NAME` prints an entry"),
     "a key": (_keys("- {name: me, sha256: short}"), "keys.yaml[0].sha256: sha256 has 5 characters"),
     "a pipeline": (
         _set(f"{APP}.args.pipelines", [{"name": "p", "steps": [{"kind": "answer", "model": "other"}]}]),
@@ -213,7 +213,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     ),
     "deployments without names": (
         _set(f"{APP}.deployments", ["replica-demo"]),
-        "deployments[0]: got 'replica-demo'; must be settings by name",
+        "deployments[0]: got 'replica-demo'; must map names to settings",
     ),
     "deployments that are no list": (_set(f"{APP}.deployments", {"name": "x"}), "deployments: got {'name': 'x'}; must"),
     "a host with a long name": (_set("http_options.host", f"{'a' * 64}.example"), "http_options.host: got '"),
@@ -283,7 +283,7 @@ def test_a_port_in_use_is_no_mistake_without_a_start(document: dict[str, Any], t
         path = written(document, tmp_path)
         assert checked(path, is_starting=False)[1] == []
         [mistake] = checked(path)[1]
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; `ss -ltnp" in mistake
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; stop the process that `ss -ltnp" in mistake
 
 
 def test_all_mistakes_are_told_at_once(document: dict[str, Any], tmp_path: Path) -> None:
@@ -324,11 +324,11 @@ def test_the_command_takes_no_time_and_starts_no_ray(document: dict[str, Any], t
     ("what", "status", "said"),
     [
         (str(SERVE_YAML), 0, ""),
-        ("smollm2", 0, "smollm2: no mistake found."),
-        ("models/demo", 0, "models/demo: no mistake found."),
+        ("smollm2", 0, "smollm2: no mistakes found."),
+        ("models/demo", 0, "models/demo: no mistakes found."),
         ("models/dem", MISTAKES, "did you mean 'models/demo'?"),
-        ("smolm", MISTAKES, "got 'smolm'; there is no such folder or GGUF file here; known names: smollm2, gemma3"),
-        ("", MISTAKES, "got ''; there is no such folder"),
+        ("smolm", MISTAKES, "got 'smolm', which is not a folder or GGUF file; known names are smollm2, gemma3"),
+        ("", MISTAKES, "got '', which is not a folder or GGUF file"),
         ("/nowhere/serve.yaml", MISTAKES, "/nowhere/serve.yaml: No such file or directory"),
     ],
 )

@@ -163,7 +163,7 @@ def test_gpus_that_are_not_there_are_told_with_the_numbers(monkeypatch: pytest.M
     config = ServeFile(
         host="127.0.0.1", port=8000, applications={"carousel": parse({"models": [{"replicas": replicas}]})}
     )
-    with pytest.raises(InvalidSetup, match=r"need 4 GPUs and this machine has 2; lower .* replicas\.tensor_parallel"):
+    with pytest.raises(InvalidSetup, match=r"need 4 GPUs, but this machine has 2; lower .* replicas\.tensor_parallel"):
         rollout.check_gpus(config)
 
 
@@ -181,7 +181,7 @@ def test_so_is_a_port_that_is_taken_after_the_check(launch: Launch, config: dict
     port = config["http_options"]["port"]
     process = launch(config, program=PATIENT.replace("sys.exit", TAKES_PORT.format(port=port) + "sys.exit"))
     output, _ = process.communicate(timeout=PATIENCE_S)
-    shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
+    shutil.rmtree(output.split("See the logs in ")[1].split("/session_latest")[0])
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "Traceback" not in output
     assert process.returncode == 1
@@ -221,7 +221,7 @@ def test_a_draft_model_that_is_not_there_is_told(config: dict[str, Any], tmp_pat
 def test_a_batches_folder_that_cannot_be_is_told(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config["applications"][0]["args"]["batches"]["path"] = str(tmp_path / "file" / "batches")
-    assert f"the folder cannot be made: {tmp_path / 'file'} is not a folder" in refusal(config, tmp_path)
+    assert f"the folder cannot be created, because {tmp_path / 'file'} is not a folder" in refusal(config, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["models/other.gguf", "models/cut.gguf"])
@@ -273,7 +273,7 @@ sys.exit(foreground.main())
 def test_an_application_that_fails_ends_it_with_the_reason(launch: Launch, config: dict[str, Any]) -> None:
     process = launch(config, program=FAILED)
     output, _ = process.communicate(timeout=PATIENCE_S)
-    shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
+    shutil.rmtree(output.split("See the logs in ")[1].split("/session_latest")[0])
     assert "The service did not start.\nreplica-demo: none-such\n" in output
     assert "Traceback" not in output
     assert process.returncode == 1
@@ -285,7 +285,7 @@ def assert_leaves_nothing_behind(process: subprocess.Popen[str], output: str, te
     tell()
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert "Stopping." in said
-    assert "killing it" not in said
+    assert "Killing it" not in said
     assert process.returncode == 0
     assert session_members(session) == []
     assert not Path(output.split("logs in ")[1].split("/session_latest")[0]).exists()
@@ -354,7 +354,7 @@ def test_a_service_that_is_killed_again_and_again_is_given_up_unless_it_lived_lo
     assert len(starts.read_text()) == num_starts
     said = capsys.readouterr()
     assert said.out.count("The service was killed (SIGKILL). Restarting it") == num_starts - 1
-    assert ("The service was killed (SIGKILL), 4 times within 10 minutes: giving up." in said.err) == (within_s > 0)
+    assert ("The service was killed (SIGKILL) 4 times within 10 minutes. Exiting." in said.err) == (within_s > 0)
 
 
 def test_two_signals_end_a_start_with_a_gguf_file_cleanly(

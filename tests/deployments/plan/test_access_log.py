@@ -54,7 +54,7 @@ def test_other_logs_have_a_time_and_tokens_in_each_line(times: tuple[object, obj
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"timestamp": 2, "prompt_tokens": 5}', "access.log:2: there is none of the fields completion_tokens"),
+        ('{"timestamp": 2, "prompt_tokens": 5}', "access.log:2: one of the fields completion_tokens"),
         ('{"timestamp": 2, "prompt_tokens": -5, "completion_tokens": 1}', "access.log:2: got -5 tokens"),
         ('{"timestamp": "noon", "prompt_tokens": 5, "completion_tokens": 1}', "access.log:2: Invalid isoformat"),
         ('{"timestamp": NaN, "prompt_tokens": 5, "completion_tokens": 1}', "access.log:2: got the time nan"),
@@ -68,5 +68,5 @@ def test_a_bad_line_is_refused_with_its_number(line: str, problem: str, tmp_path
 
 
 def test_a_log_without_a_request_that_finished_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetup, match="it has no requests"):
+    with pytest.raises(InvalidSetup, match="the file contains no requests"):
         trace_of(tmp_path, OURS.splitlines()[0])

@@ -41,7 +41,7 @@ def test_the_fit_finds_the_times_of_a_machine_with_noise() -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(InvalidSetup, match="2 steps were measured; 100 are needed"):
+    with pytest.raises(InvalidSetup, match="only 2 steps were measured, but 100 are needed"):
         StepCost.fit([MeasuredStep(StepShape(1, 1, 1, 0), 0.1)] * 2)
 
 
@@ -53,7 +53,7 @@ def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
     size = StepShape(40, 4, 1000, 0)
     assert read.cost.seconds(size) == measured.cost.seconds(size)
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(InvalidSetup, match="holds no measured step times"):
+    with pytest.raises(InvalidSetup, match="contains no valid step times"):
         MeasuredReplica.read(tmp_path / "other.json")
 
 

@@ -94,10 +94,10 @@ def test_ten_million_requests_are_as_small_as_one_copy() -> None:
 
 
 def test_a_bad_trace_is_refused_with_numbers(tmp_path: Path) -> None:
-    assert "it has no requests" in problem(file(tmp_path, HEAD))
-    assert "it has no requests" in problem(file(tmp_path, ""))
+    assert "the file contains no requests" in problem(file(tmp_path, HEAD))
+    assert "the file contains no requests" in problem(file(tmp_path, ""))
     backwards = problem(file(tmp_path, f"{HEAD}5.5,10,1\n4.0,10,1\n"))
-    assert "request 2 comes 1.500 s before request 1: times go backwards" in backwards
+    assert "request 2 arrives 1.500 s before request 1; sort the file" in backwards
     assert "has no column ContextTokens" in problem(file(tmp_path, "TIMESTAMP,Prompt\n1,2\n"))
     assert ":3: got 0 prompt tokens" in problem(file(tmp_path, f"{HEAD}1,10,1\n2,0,1\n"))
     assert ":2: invalid literal" in problem(file(tmp_path, f"{HEAD}1,ten,1\n"))
@@ -108,7 +108,7 @@ def test_a_bad_trace_is_refused_with_numbers(tmp_path: Path) -> None:
 def test_requests_that_do_not_fit_are_counted_and_the_factor_is_said() -> None:
     trace = read_trace("azure-conv")
     with pytest.raises(
-        InvalidSetup, match=r"of 1,000 requests do not fit.*accepts 2,048 together.*--lengths 0\."
+        InvalidSetup, match=r"of 1,000 requests do not fit.*accepts 2,048 in total.*--lengths 0\."
     ) as caught:
         trace.check_lengths(2048)
     factor = float(caught.value.message.rpartition(" ")[2])

@@ -33,7 +33,7 @@ def test_an_error_that_is_none_of_ours_leaves_without_its_message(caplog: pytest
     with caplog.at_level(logging.ERROR), pytest.raises(Failure) as caught:
         asyncio.run(call())
     assert caught.value.__suppress_context__
-    assert "create_batch of files and batches failed: " in caplog.text
+    assert "`create_batch` of the batches process failed: " in caplog.text
     assert "KeyError at test_batches_process.py:" in caplog.text
     assert CANARY not in caplog.text + str(caught.value)
 

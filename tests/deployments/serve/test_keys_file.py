@@ -55,15 +55,15 @@ def test_a_made_key_opens_the_door_that_its_entry_describes(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "should be a list of keys"),
-        ("[]", "should be a list of keys"),
-        ("alice: secret", "should be a list of keys"),
-        ("- {name: [", "is not YAML"),
-        ("- {name: sk-plain, sha256: @}", "is not YAML: mistake in line 1"),
-        ("- name: 2024-13-45", "is not YAML: ValueError"),
-        ("- name: !!int ''", "is not YAML: IndexError"),
-        ("- name: !!bool sk-plain", "is not YAML: KeyError"),
-        ("[" * 1000, "is not YAML: RecursionError"),
+        ("", "must contain a list of keys"),
+        ("[]", "must contain a list of keys"),
+        ("alice: secret", "must contain a list of keys"),
+        ("- {name: [", "is not valid YAML"),
+        ("- {name: sk-plain, sha256: @}", "is not valid YAML: mistake in line 1"),
+        ("- name: 2024-13-45", "is not valid YAML: ValueError"),
+        ("- name: !!int ''", "is not valid YAML: IndexError"),
+        ("- name: !!bool sk-plain", "is not valid YAML: KeyError"),
+        ("[" * 1000, "is not valid YAML: RecursionError"),
         ("- {name: alice}", "[0].sha256: got"),
         ("- {name: alice, sha256: sk-plain}", "[0].sha256: sha256 has 8 characters"),
         (f"- {{name: alice, sha256: '{'0' * 64}', max_request: 1}}", "[0].max_request: no such setting"),
@@ -98,7 +98,7 @@ def test_a_change_of_the_file_holds_and_a_mistake_changes_nothing(
         mistake()
         with caplog.at_level(logging.ERROR):
             keys.refresh()
-        assert "the API keys stay as they were" in caplog.messages[-1]
+        assert "the API keys remain unchanged" in caplog.messages[-1]
         assert [is_known(keys, key) for key in (KEY, OTHER_KEY, "third")] == [False, True, True]
 
 
@@ -149,7 +149,7 @@ def test_the_follower_survives_any_file_and_a_key_that_is_revoked_later_is_unkno
         asyncio.run(run())
     assert not is_known(keys, KEY)
     [message] = caplog.messages
-    assert message.startswith("the API keys stay as they were: ")
+    assert message.startswith("the API keys remain unchanged: ")
     keys.check_health()
 
 
@@ -169,7 +169,7 @@ def test_a_file_whose_disk_fails_for_a_moment_is_read_again(tmp_path: Path, capl
         keys.refresh()
         keys.refresh()
         assert is_known(keys, KEY)
-    assert caplog.messages == [f"the API keys stay as they were: {path}: Input/output error"]
+    assert caplog.messages == [f"the API keys remain unchanged: {path}: Input/output error"]
     keys.refresh()
     assert is_known(keys, OTHER_KEY)
     assert not is_known(keys, KEY)
@@ -235,7 +235,7 @@ def serve_file(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
 def test_other_machines_are_not_let_in_without_keys(serve_file: Any, host: str) -> None:
-    with pytest.raises(InvalidSetup, match="without API keys: every machine that reaches this one could use it"):
+    with pytest.raises(InvalidSetup, match="without API keys: every machine that can reach this address could use"):
         read_serve_file(serve_file(host))
     assert read_serve_file(serve_file(host, allow_unauthenticated=True)).host == host
 
@@ -248,7 +248,7 @@ def test_keys_that_stand_in_the_settings_are_refused_and_not_shown(serve_file: A
 
 def test_a_key_for_a_model_that_there_is_not_is_told(serve_file: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "keys.yaml", [entry(models=["dmeo"])])
-    with pytest.raises(InvalidSetup, match="the API key of 'alice' is for 'dmeo'; there are demo"):
+    with pytest.raises(InvalidSetup, match="the API key 'alice' is for an unknown model 'dmeo'; there are demo"):
         read_serve_file(serve_file("127.0.0.1", keys_file=str(path)))
 
 
@@ -256,7 +256,7 @@ def test_a_budget_that_nothing_could_count_is_told(serve_file: Any, tmp_path: Pa
     keys = tmp_path / "keys.yaml"
     path = serve_file("127.0.0.1", keys_file=str(keys))
     write(keys, [entry(money_per_month=5)])
-    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, and none of its models has a price; set mod"):
+    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, but none of its models has a price; set mod"):
         read_serve_file(path)
     document = yaml.safe_load(path.read_text())
     [application] = document["applications"]
@@ -265,7 +265,7 @@ def test_a_budget_that_nothing_could_count_is_told(serve_file: Any, tmp_path: Pa
     assert read_serve_file(path).applications["carousel"].models[0].prices.output == 2
     del application["args"]["batches"]
     write(path, document)
-    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, but nothing stores the usage over a"):
+    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, but usage would be lost in a restart"):
         read_serve_file(path)
 
 
@@ -273,5 +273,5 @@ def test_a_file_of_keys_lets_other_machines_in_if_it_has_some(serve_file: Any, t
     path = write(tmp_path / "keys.yaml", [entry()])
     assert read_serve_file(serve_file("0.0.0.0", keys_file=str(path))).host == "0.0.0.0"
     write(path, [])
-    with pytest.raises(InvalidSetup, match="should be a list of keys"):
+    with pytest.raises(InvalidSetup, match="must contain a list of keys"):
         read_serve_file(serve_file("127.0.0.1", keys_file=str(path)))

@@ -205,7 +205,7 @@ async def test_replicas_that_send_nonsense_are_missing_and_named_once(caplog: py
         assert value(text, "carousel_scrape_missing") == 2
         assert value(text, "carousel_slots", replica="good") == 8
     [record] = caplog.records
-    assert "2 replicas of demo cannot be read, and /metrics is without them; replica bad" in record.getMessage()
+    assert "2 replicas of demo cannot be read and are missing from /metrics; replica bad" in record.getMessage()
 
 
 @pytest.mark.usefixtures("_looks_at_no_loop")

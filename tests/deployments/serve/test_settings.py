@@ -169,8 +169,8 @@ def test_two_names_that_serve_could_not_tell_apart_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("applications: [", "is not YAML"),
-        ("just text", "has no list of `applications`"),
+        ("applications: [", "is not valid YAML"),
+        ("just text", "contains no list of `applications`"),
         ("applications: [{import_path: other:app}]", "import_path: deployments.serve.application:build"),
         (
             "http_options: {port: high}\napplications: [{import_path: 'deployments.serve.application:build'}]",
@@ -211,16 +211,16 @@ def test_a_user_config_changes_what_it_names_and_always_means_the_same() -> None
 @pytest.mark.parametrize(
     ("user_config", "message"),
     [
-        ({"cache": {"memory_gib": 2}}, "user_config.cache: cannot change while a replica runs"),
-        ({"model": {}}, "user_config.model: cannot change while a replica runs"),
+        ({"cache": {"memory_gib": 2}}, "user_config.cache: cannot change while a replica is running"),
+        ({"model": {}}, "user_config.model: cannot change while a replica is running"),
         ({"strategy": "static"}, "user_config: must be {'scheduler': {...}}"),
         ("static", "user_config: must be {'scheduler': {...}}; got 'static'"),
-        ({"scheduler": "static"}, "user_config.scheduler: got 'static'; must be settings by name"),
+        ({"scheduler": "static"}, "user_config.scheduler: got 'static'; must map names to settings"),
         ({"scheduler": {"strategy": "magic"}}, "user_config.scheduler.strategy: got 'magic'; must be one of static"),
         ({"scheduler": {"max_running": 0}}, "user_config.scheduler.max_running: got 0; must be greater than"),
         (
             {"scheduler": {"max_waiting": 9}},
-            "user_config.scheduler: max_running + max_waiting is 13; the replicas were deployed for 12",
+            "user_config.scheduler: max_running + max_waiting is 13, but the replicas were deployed for 12",
         ),
     ],
 )
