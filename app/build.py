@@ -69,7 +69,7 @@ def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) ->
         UnsupportedModel: the model cannot be served; the message explains why.
     """
     if replicas.sleep_after_s is None:
-        return _in_a_thread(config, build_sync_engine(config, replicas))
+        return _start_engine(config, build_sync_engine(config, replicas))
     lease = _lease_of(config, replicas)
     lease.wait()
     try:
@@ -77,13 +77,13 @@ def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) ->
         engine = build_sync_engine(config, replicas)
         startup_s = time.monotonic() - began_at
         sleeper = SleepController(engine, lease, after_s=replicas.sleep_after_s, startup_s=startup_s)
-        return _in_a_thread(config, engine, sleeper)
+        return _start_engine(config, engine, sleeper)
     except BaseException:
         lease.close()
         raise
 
 
-def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController | None = None) -> AsyncEngine:
+def _start_engine(config: EngineConfig, engine: Engine, sleeper: SleepController | None = None) -> AsyncEngine:
     # `scheduler.max_waiting` limits how many requests wait on a replica. This limits the memory that long prompts take
     # to 32 MB of token ids, which are minutes of prefill even on a GPU.
     max_waiting_tokens = 1_000_000
@@ -202,7 +202,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
 
 def _check_drafts(config: EngineConfig, loaded: LoadedRunner) -> None:
     """Raise InvalidSetup if the draft model has recurrent layers."""
-    of_draft = config.of_draft_model
+    of_draft = config.draft_model_config
     if of_draft is not None and loaded.draft is not None and loaded.draft.model.states:
         _refuse_draft_model(config, f"the draft model {of_draft.model.path} has recurrent layers")
 
@@ -228,7 +228,7 @@ def _store_of(
         return None
     memory = runner.kv_memory()
     if memory is None:
-        reason = _why_blocks_stay(loaded, replicas)
+        reason = _why_not_copyable(loaded, replicas)
         if replicas.prefill_replicas is not None:
             raise InvalidSetup(
                 f"replicas.prefill_replicas: replicas for prefill and decode fetch KV blocks from one another, which "
@@ -249,7 +249,7 @@ def _store_of(
     return TierStore(folder, runner.kv_memory, namespace=namespace)
 
 
-def _why_blocks_stay(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
+def _why_not_copyable(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
     """Return the reason why the runner's KV memory cannot be copied."""
     if replicas.tensor_parallel > 1:
         return f"replicas.tensor_parallel is {replicas.tensor_parallel}, but the KV memory must be in one process"
@@ -264,7 +264,7 @@ def _model_drafter(
     config: EngineConfig, model_info: ModelInfo, draft: LoadedRunner, replicas: ReplicasConfig
 ) -> ModelDrafter:
     """Return a drafter for the model that `model_info` describes. Raises InvalidSetup if the models' tokens differ."""
-    of_draft = config.of_draft_model
+    of_draft = config.draft_model_config
     assert of_draft is not None, "the draft model was loaded with these settings"
     _check_tokens(config.model, of_draft.model, model_info, draft.model.model_info)
     return ModelDrafter(
@@ -471,7 +471,7 @@ def assemble(
         config=scheduler,
         pool=pool,
         eos_token_ids=model_info.eos_token_ids,
-        takes_whole_prompts=not model_info.generates,
+        computes_whole_prompts=not model_info.generates,
         drafter=drafter,
         store=store,
         launches_ahead=runner.launches,

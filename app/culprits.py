@@ -21,7 +21,7 @@ class _Losses:
 
     places: list[Hashable] = field(default_factory=list)
     without_progress: list[Hashable] = field(default_factory=list)  # losses since the item last made progress
-    are_its_doing: bool = False  # whether the item caused these losses, because it is a culprit
+    caused_by_item: bool = False  # whether the item caused these losses, because it is a culprit
 
 
 class Culprits(Generic[KeyT]):
@@ -54,7 +54,7 @@ class Culprits(Generic[KeyT]):
         elif was_trusted:
             losses.without_progress.append(place)
         if self.is_culprit(key):
-            losses.are_its_doing = True
+            losses.caused_by_item = True
             self._known_culprits.extend(each for each in losses.without_progress if each is not None)
         if self._max_remembered is not None and len(self._losses) > self._max_remembered:
             self._losses.popitem(last=False)
@@ -88,7 +88,7 @@ class Culprits(Generic[KeyT]):
 
     def _discounted(self, key: KeyT) -> _Losses | None:
         losses = self._losses.get(key)
-        if losses and self._known_culprits and not losses.are_its_doing:
+        if losses and self._known_culprits and not losses.caused_by_item:
             losses.places = [each for each in losses.places if each not in self._known_culprits]
             losses.without_progress = [each for each in losses.without_progress if each not in self._known_culprits]
         return losses

@@ -32,7 +32,7 @@ class RecordReader:
         self._begun = data[at:]
 
 
-def whole_bytes(data: bytes) -> int:
+def num_complete_bytes(data: bytes) -> int:
     """Return how many bytes at the start of `data` are complete records."""
     at = 0
     while (end := _end_of_record(data, at)) is not None:

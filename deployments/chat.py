@@ -239,7 +239,7 @@ def _talk(conversation: Chat) -> None:
             return
         try:
             if message.startswith("/"):
-                _obey(conversation, message)
+                _run_command(conversation, message)
             elif message.strip():
                 conversation.answer(message)
         except CarouselError as error:  # the next message may succeed
@@ -256,7 +256,7 @@ def _message() -> str:
     return "\n".join(lines).removesuffix(_SEVERAL_LINES)
 
 
-def _obey(conversation: Chat, message: str) -> None:
+def _run_command(conversation: Chat, message: str) -> None:
     """Run a chat command (a message that starts with a slash)."""
     command, _, rest = message.partition(" ")
     if command == "/clear":

@@ -66,7 +66,7 @@ def _import_serve() -> None:
     internals.keep_pages_with_the_service()
     internals.end_silent_connections()
     internals.copy_request_bodies()
-    internals.answer_as_the_api()
+    internals.use_api_errors()
     internals.use_own_protocol()
 
 

@@ -108,7 +108,7 @@ def copy_request_bodies() -> None:
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace("    option splice-request\n", "")
 
 
-def answer_as_the_api() -> None:
+def use_api_errors() -> None:
     """Make HAProxy respond like our API if no ingress responds: with 503 and `Retry-After`, so that clients retry.
 
     With Ray's template, HAProxy sends a 500 in plain text if an ingress closes a connection without a response or no

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 # `model.num_threads` for each rank of each engine that may run in the cluster; None means an equal share of the cores.
-AskedThreads = Sequence[int | None]
+RequestedThreads = Sequence[int | None]
 
 
-def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 1) -> EngineConfig:
+def with_threads(config: EngineConfig, asked: RequestedThreads, *, num_ranks: int = 1) -> EngineConfig:
     """Return an engine's settings with its number of threads on this machine. The engine is one of those in `asked`.
 
     Assumes that the engines are spread evenly over the machines of the cluster. Logs a warning if there are too many
@@ -43,7 +43,7 @@ def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 
     return config.with_setting("model.num_threads", num_threads)
 
 
-def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
+def pin_to_near_cpus(asked: RequestedThreads, replicas: ReplicasConfig) -> None:
     """Pin this thread, and the threads that it will start, to one engine's share of the CPUs.
 
     A share consists of CPUs near each other, and memory is allocated on their NUMA node. The engines on a machine use
@@ -81,7 +81,7 @@ def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
     )
 
 
-def keep_waits_for_the_interpreter_short() -> None:
+def shorten_gil_switch_interval() -> None:
     """Make a thread that holds the GIL release it after 0.2 ms if another thread waits for it. The default is 5 ms.
 
     A step of a small model takes a millisecond, and so does the host's part of a step on a GPU. The thread that runs
@@ -91,17 +91,17 @@ def keep_waits_for_the_interpreter_short() -> None:
     sys.setswitchinterval(switch_interval_s)
 
 
-def share_of_cores(asked: AskedThreads, num_machines: int = 1) -> int:
+def share_of_cores(asked: RequestedThreads, num_machines: int = 1) -> int:
     """Return how many of this machine's cores each of its engines may use."""
     return max(1, num_cores() // _num_here(asked, num_machines))
 
 
-def _num_here(asked: AskedThreads, num_machines: int) -> int:
+def _num_here(asked: RequestedThreads, num_machines: int) -> int:
     """Return the maximum number of engines on this machine, if they are spread evenly."""
     return -(-max(1, len(asked)) // num_machines)
 
 
-def excess(asked: AskedThreads, num_machines: int = 1) -> str | None:
+def excess(asked: RequestedThreads, num_machines: int = 1) -> str | None:
     """Return a warning if the engines use more threads than there are cores, or None."""
     share, cores = share_of_cores(asked, num_machines), num_cores() * num_machines
     num_threads = sum(each or share for each in asked)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.records import RecordReader, record, whole_bytes
+from app.records import RecordReader, num_complete_bytes, record
 
 CONTENTS = st.lists(st.binary(min_size=1, max_size=40), max_size=12)
 
@@ -25,7 +25,7 @@ def test_pieces_of_any_size_give_the_same_records(contents: list[bytes], cuts: l
 def test_a_torn_record_and_everything_behind_it_do_not_count(contents: list[bytes], last: bytes, cut: int) -> None:
     data = b"".join(map(record, contents))
     torn = record(last)[: min(cut, len(last) + 3)]
-    assert whole_bytes(data + torn) == len(data)
+    assert num_complete_bytes(data + torn) == len(data)
     assert list(RecordReader().feed(data + torn)) == contents
     hole = bytes(100)  # as the death of a machine may leave it
-    assert whole_bytes(data + hole) == len(data)
+    assert num_complete_bytes(data + hole) == len(data)

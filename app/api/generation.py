@@ -24,9 +24,9 @@ from app.api.prepared_request import (
     TokenDetailOptions,
     check_token_ids,
 )
-from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
+from app.api.request_context import TIMINGS_HEADER, RequestContext, is_header_set
 from app.api.schemas.conversation import template_messages, template_tools
-from app.api.schemas.parameters import refuse_passed_over
+from app.api.schemas.parameters import refuse_ignored
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import MIN_TEMPERATURE, MIN_TOP_P, Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
@@ -130,7 +130,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     }
     prediction = () if predicted is None else _encode_prediction(predicted.content, model)
     if context.is_strict:
-        refuse_passed_over(ignored)
+        refuse_ignored(ignored)
     options = None if details == TokenDetailOptions() else details
     return SharedFields(sampling, grammar, options, tools, prediction, ignored)
 
@@ -164,15 +164,17 @@ def encode_prompts(
     param: str,
     *,
     add_special_tokens: bool,
-    is_cut_or_counted: bool = False,
+    may_exceed_context: bool = False,
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda token_ids: token_ids,
 ) -> list[tuple[int, ...]]:
     """Return each prompt's token ids after applying `cut`. A prompt is a text or a list of token ids.
 
     Raises InvalidRequest for ids outside the vocabulary, for more tokens than one call may have, and, unless
-    `is_cut_or_counted` is true, for texts that exceed the context.
+    `may_exceed_context` is true, for texts that exceed the context.
     """
-    check_texts([each for each in prompts if isinstance(each, str)], model, param, is_cut_or_counted=is_cut_or_counted)
+    check_texts(
+        [each for each in prompts if isinstance(each, str)], model, param, may_exceed_context=may_exceed_context
+    )
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
@@ -202,14 +204,14 @@ def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str
         )
 
 
-def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, is_cut_or_counted: bool = False) -> None:
+def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_exceed_context: bool = False) -> None:
     """Raise InvalidRequest for texts that clearly exceed the context. Only long texts are encoded for this check."""
     for text in texts:
-        _check_text(text, model, param, is_cut_or_counted=is_cut_or_counted)
+        _check_text(text, model, param, may_exceed_context=may_exceed_context)
 
 
 def encode_chat(
-    body: ChatRequest, model: ServedModel, tools: ToolUse | None, *, is_cut_or_counted: bool
+    body: ChatRequest, model: ServedModel, tools: ToolUse | None, *, may_exceed_context: bool
 ) -> tuple[int, ...]:
     """Return the token ids of a chat with its documents and `tools`, rendered by the model's chat template.
 
@@ -235,20 +237,20 @@ def encode_chat(
         tools=None if tools is None else template_tools(body.tools),
         template_variables=variables,
     )
-    _check_text(text, model, "messages", is_cut_or_counted=is_cut_or_counted)
+    _check_text(text, model, "messages", may_exceed_context=may_exceed_context)
     most = max(2 * model.model_info.max_model_len, MAX_LONGER_TEXT)
     return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=most)
 
 
-def _check_text(text: str, model: ServedModel, param: str, *, is_cut_or_counted: bool) -> None:
+def _check_text(text: str, model: ServedModel, param: str, *, may_exceed_context: bool) -> None:
     """Raise InvalidRequest for a text that the context cannot hold, before the whole text is encoded.
 
-    With `is_cut_or_counted`, a text may exceed the context, but not `MAX_LONGER_TEXT` bytes.
+    With `may_exceed_context`, a text may exceed the context, but not `MAX_LONGER_TEXT` bytes.
     """
     max_model_len = model.model_info.max_model_len
     if len(text) <= max_model_len * USUAL_CHARACTERS_PER_TOKEN:
         return
-    if is_cut_or_counted:
+    if may_exceed_context:
         if (num_bytes := len(text.encode())) <= MAX_LONGER_TEXT:
             return
         raise ContextTooLong(
@@ -367,7 +369,7 @@ def prepare_generation(
                 )
             )
     include_usage = streaming is not None and bool(streaming.include_usage)
-    wants_timings = asks_for(context.headers, TIMINGS_HEADER)
+    wants_timings = is_header_set(context.headers, TIMINGS_HEADER)
     return PreparedRequest(
         response_id=response_id,
         created=created,
@@ -461,7 +463,7 @@ def chat_prompt(body: ChatRequest, model: ServedModel, limits: RequestLimits) ->
     if model.model_info.generates:
         check_limits(body, model, limits)
     tools = tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
-    return truncated(encode_chat(body, model, tools, is_cut_or_counted=True), body, model)
+    return truncated(encode_chat(body, model, tools, may_exceed_context=True), body, model)
 
 
 def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:

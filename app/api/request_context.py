@@ -86,7 +86,7 @@ class RequestContext:
             "group": headers.get(GROUP_HEADER, ""),
             "preset": headers.get(PRESET_HEADER, ""),
             "session": session,
-            "no_queue": asks_for(headers, no_queue_header),
+            "no_queue": is_header_set(headers, no_queue_header),
             "adapter": model.adapter,
         }
 
@@ -107,7 +107,7 @@ def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str,
         ) from None
 
 
-def asks_for(headers: Mapping[str, str], name: str) -> bool:
+def is_header_set(headers: Mapping[str, str], name: str) -> bool:
     """Return whether the request has the header with this name, with the value 1, true or yes."""
     value = headers.get(name)
     return value is not None and value.strip().lower() in ("1", "true", "yes")

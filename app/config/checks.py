@@ -75,7 +75,7 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
                     )
     without_circle: set[str] = set()
     for index, name in enumerate(pipeline_of):
-        circle = _circle(name, pipeline_of, without_circle)
+        circle = _find_cycle(name, pipeline_of, without_circle)
         if circle:
             raise ValueError(
                 f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; use a model in one of them"
@@ -89,7 +89,7 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
             )
 
 
-def _circle(
+def _find_cycle(
     name: str, pipelines: Mapping[str, PipelineConfig], without_circle: set[str], before: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """Return the path from `name` into a cycle of pipelines, up to the first repeated name; empty without a cycle.
@@ -100,7 +100,9 @@ def _circle(
         return (*before, name)
     if name not in without_circle:
         for inner in named_by(pipelines[name].steps[-1]):
-            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, without_circle, (*before, name))):
+            if inner.name in pipelines and (
+                circle := _find_cycle(inner.name, pipelines, without_circle, (*before, name))
+            ):
                 return circle
         without_circle.add(name)
     return ()

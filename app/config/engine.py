@@ -167,7 +167,7 @@ class EngineConfig(Settings):
         return without_removed(given, within="models[].engine")
 
     @property
-    def of_draft_model(self) -> EngineConfig | None:
+    def draft_model_config(self) -> EngineConfig | None:
         """The settings for loading the draft model, or None without a draft model."""
         path = self.speculation.model
         if path is None:

@@ -104,7 +104,7 @@ class AsyncEngine:
             self.shutdown()
             raise
         if sleeper is not None:
-            sleeper.listen(self._turns_changed)
+            sleeper.listen(self._on_turns_changed)
 
     @property
     def model_info(self) -> ModelInfo:
@@ -426,7 +426,7 @@ class AsyncEngine:
         self._stats = self._engine.stats()
         return True
 
-    def _turns_changed(self) -> None:
+    def _on_turns_changed(self) -> None:
         """Wake the engine's thread. Called by the thread that listens to the other engines on the device."""
         assert self._sleeper is not None, "only a sleeper listens to other engines"
         with self._wake:

@@ -248,10 +248,10 @@ class BatchBuilder:
         max_background_tokens: int | None,
         chunk_tokens: int,
         eos_token_ids: frozenset[int],
-        takes_whole_prompts: bool = False,
+        computes_whole_prompts: bool = False,
     ) -> None:
         """Of the budget, all prompts may use `max_prefill_tokens`, and each prompt `chunk_tokens`. All prompts of
-        background requests may use `max_background_tokens`. If `takes_whole_prompts`, prompts are not divided, and a
+        background requests may use `max_background_tokens`. If `computes_whole_prompts`, prompts are not divided, and a
         prompt above a limit gets a step of its own.
         """
         self._budget = budget
@@ -259,7 +259,7 @@ class BatchBuilder:
         self._num_prefill_tokens_left = budget if max_prefill_tokens is None else max_prefill_tokens
         self._num_background_tokens_left = budget if max_background_tokens is None else max_background_tokens
         self._chunk_tokens = chunk_tokens
-        self._takes_whole_prompts = takes_whole_prompts
+        self._computes_whole_prompts = computes_whole_prompts
         self._num_scored_tokens_left = MAX_SCORED_TOKENS
         self._has_logprobs = False
         self._has_pooling = False
@@ -271,7 +271,7 @@ class BatchBuilder:
 
     def has_room_for_prefill(self, sequence: EngineSequence) -> bool:
         """Whether the step has room for a token of the sequence's prompt, or for all if prompts are not divided."""
-        if self._takes_whole_prompts:
+        if self._computes_whole_prompts:
             return self._has_room_for_all(sequence)
         return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
 
@@ -286,7 +286,7 @@ class BatchBuilder:
 
     def chunk(self, sequence: EngineSequence, *, num_reserved: int = 0) -> int:
         """Return how many tokens of a prompt fit into the step, leaving `num_reserved` tokens of the budget unused."""
-        if self._takes_whole_prompts:
+        if self._computes_whole_prompts:
             return sequence.num_uncomputed_tokens if self._has_room_for_all(sequence) else 0
         num_tokens = min(
             sequence.num_uncomputed_tokens,

@@ -56,8 +56,8 @@ class BlockPool:
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, with content; by block id, oldest first
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
         self._in_windows: dict[tuple[Prefix, int], Block] = {}
-        self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix when it is cached
-        self._note_held: Callable[[Prefix, bool], None] | None = None
+        self.on_cached: Callable[[Prefix], None] | None = None  # called with each prefix when it is cached
+        self._on_prefix_change: Callable[[Prefix, bool], None] | None = None
         self.states = states
         if states is not None:
             states.note_resumable = self._note_resumable
@@ -91,7 +91,7 @@ class BlockPool:
 
         Several prefixes may have the same digest.
         """
-        self._note_held = note_held
+        self._on_prefix_change = note_held
         if self.states is not None:
             for prefix in self.states.resumable():
                 self._note_resumable(prefix, True)
@@ -103,8 +103,8 @@ class BlockPool:
     def _note_resumable(self, prefix: Prefix, is_resumable: bool) -> None:
         """Report a prefix, which has gained or lost a snapshot at which a sequence can resume, and its ancestors."""
         at: Prefix | str = prefix
-        while self._note_held is not None and isinstance(at, Prefix):
-            self._note_held(at, is_resumable)
+        while self._on_prefix_change is not None and isinstance(at, Prefix):
+            self._on_prefix_change(at, is_resumable)
             at = at.parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -244,10 +244,10 @@ class BlockPool:
         holder = self._cached.setdefault(key, block)
         if holder is block:
             block.prefix = Prefix(*key, block, tenant)
-            if self._note_held is not None and self.states is None:
-                self._note_held(block.prefix, True)
-            if self.note_findable is not None:
-                self.note_findable(block.prefix)
+            if self._on_prefix_change is not None and self.states is None:
+                self._on_prefix_change(block.prefix, True)
+            if self.on_cached is not None:
+                self.on_cached(block.prefix)
         assert holder.prefix is not None, "a cached block has a prefix"
         return holder.prefix
 
@@ -291,8 +291,8 @@ class BlockPool:
         if block.prefix is not None:
             if self.states is not None:
                 self.states.forget(block.prefix)
-            elif self._note_held is not None:
-                self._note_held(block.prefix, False)
+            elif self._on_prefix_change is not None:
+                self._on_prefix_change(block.prefix, False)
         block.prefix = block.window_of = None
 
 

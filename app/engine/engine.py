@@ -364,7 +364,7 @@ class Engine:
         assert not self._is_asleep, "the engine is asleep"
         self._discard_in_flight()
         self._is_asleep = True
-        self._scheduler.give_up_memory()
+        self._scheduler.release_memory()
         for observer in self._observers:
             observer.slept()
         if self.adapters is not None:

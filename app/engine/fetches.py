@@ -27,7 +27,7 @@ class _PendingFetch:
     parent: Prefix | str  # the parent of the first fetched block
     fetch: Fetch  # its blocks, and the cached blocks before them, must not be freed until the fetch is done
     began_at: float
-    gives_up_at: float
+    abandon_at: float
     is_void: bool = False  # whether the engine has released the memory that the fetch fills
 
 
@@ -50,7 +50,7 @@ class PrefixFetches:
         if store is not None and pool.states is not None:
             pool.states.on_durable_snapshot = self._offer_long
         elif store is not None:
-            pool.note_findable = self._offer_long
+            pool.on_cached = self._offer_long
 
     def _offer_long(self, prefix: Prefix) -> None:
         """Offer a newly computed prefix unless it is short, because short ones are cheap and rarely requested again."""
@@ -139,7 +139,7 @@ class PrefixFetches:
         still: list[_PendingFetch] = []
         for each in self._expected:
             is_done = each.fetch.is_done  # read only once, because the store's thread sets it
-            if each.sequence is not None and (is_done or now >= each.gives_up_at):
+            if each.sequence is not None and (is_done or now >= each.abandon_at):
                 self.num_given_up += not is_done
                 each.sequence.fetch_s += now - each.began_at
                 each.sequence.num_fetched_tokens += is_done * each.fetch.num_usable * self._pool.block_size

@@ -59,12 +59,12 @@ class Scheduler:
         config: SchedulerConfig,
         pool: BlockPool,
         eos_token_ids: Iterable[int],
-        takes_whole_prompts: bool = False,
+        computes_whole_prompts: bool = False,
         drafter: Drafter | None = None,
         store: BlockStore | None = None,
         launches_ahead: bool = False,
     ) -> None:
-        """takes_whole_prompts: whether each prompt is computed in one step.
+        """computes_whole_prompts: whether each prompt is computed in one step.
 
         Without a drafter, no step contains drafts. Without a store, blocks exist only in the pool.
         """
@@ -77,7 +77,7 @@ class Scheduler:
         self.drafter = drafter
         self._launches_ahead = launches_ahead  # whether the caller launches a step before the previous step's result
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._takes_whole_prompts = takes_whole_prompts
+        self._computes_whole_prompts = computes_whole_prompts
         self._num_arrived = 0
         self._sequences: dict[str, EngineSequence] = {}  # waiting and running, by request id
         self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
@@ -102,7 +102,7 @@ class Scheduler:
         if len(self._running) or self._ended:
             return now
         times = (
-            self._strategy.opens_at(self._view(now, self._num_places)),
+            self._strategy.opens_at(self._view(now, self._num_slots)),
             self._deadlines.next_at,
             self.fetches.due_at(now),
         )
@@ -237,7 +237,7 @@ class Scheduler:
             self._wait(sequence)
         if self._policy.has_new_order(self._running.in_order):
             self._running.reorder(self._policy.order_key)
-        num_places = self._num_places
+        num_places = self._num_slots
         for sequence in self._to_preempt_for_waiting(num_places):
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now, num_places))
@@ -266,7 +266,7 @@ class Scheduler:
         return self.drafter is not None and hopes_for_drafts(self.drafter, self._running, max_rows=self._max_rows)
 
     @property
-    def _num_places(self) -> int:
+    def _num_slots(self) -> int:
         """Number of slots for sequences in the next step. A sequence that waits for a fetch reserves a slot.
 
         If the limit was lowered below the number of running sequences, all of them keep their slots. One sequence may
@@ -294,7 +294,7 @@ class Scheduler:
             max_background_tokens=BACKGROUND_PREFILL_TOKENS if self._has_foreground(plan) else None,
             chunk_tokens=chunk_tokens,
             eos_token_ids=self._eos_token_ids,
-            takes_whole_prompts=self._takes_whole_prompts,
+            computes_whole_prompts=self._computes_whole_prompts,
         )
 
     def _has_foreground(self, plan: StepPlan) -> bool:
@@ -362,7 +362,7 @@ class Scheduler:
         self._strategy.preempted(sequence)
         self._wait(sequence)
 
-    def give_up_memory(self) -> None:
+    def release_memory(self) -> None:
         """Preempt every running sequence, cancel every fetch, and clear the prefix cache."""
         while len(self._running):
             self._preempt(self._running.last)

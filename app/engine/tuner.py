@@ -87,7 +87,7 @@ class Tuner(StepObserver):
         self._due_at: float | None = None
         self._is_unreachable = False
         self.tuning = Tuning(limits=self._highest, step_s=self._planned_s()[0])
-        self._teller = TuningLog(targets)
+        self._log = TuningLog(targets)
 
     def step_ended(self, step: EndedStep) -> None:
         at, num_running = step.at, len(self._running)
@@ -101,7 +101,7 @@ class Tuner(StepObserver):
         limits = self._update(at, num_running)
         if limits is not None:
             self._limit(limits)
-        self._teller.tell(self.tuning, at)
+        self._log.tell(self.tuning, at)
 
     def _note(self, step: EndedStep) -> None:
         batch, at, seconds = step.batch, step.at, step.gap_s

@@ -19,7 +19,7 @@ from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
 from app.fleet.frames import AbortRequest, AskMetrics, SubmitRequest, WatchEngine
-from app.fleet.in_flight import InFlightRequest, ReplicaLost, RequestLeft, Turns
+from app.fleet.in_flight import InFlightRequest, ReplicaLost, RequestMoved, Turns
 from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Fleet:
                             in_flight.is_done = True
                             return
                         if in_flight.leaves_after_prompt and delta.token_ids:
-                            in_flight.fail(RequestLeft("the prompt has been computed", reason="decode"))
+                            in_flight.fail(RequestMoved("the prompt has been computed", reason="decode"))
                 except ReplicaLost as lost:
                     pause_s = self._note_loss(in_flight, lost)
                     lost.__traceback__ = None  # the connection stores the error, whose traceback refers to this request
@@ -207,7 +207,7 @@ class Fleet:
         return question.answers
 
     def _sends_metrics(self, replica_id: str) -> bool:
-        is_there = self._registry.takes_requests(replica_id) and self._is_open(replica_id)
+        is_there = self._registry.accepts_requests(replica_id) and self._is_open(replica_id)
         return is_there and self._registry.sends_metrics(replica_id)
 
     def _on_metrics_received(self, replica_id: str, metrics: bytes) -> bool:
@@ -222,7 +222,7 @@ class Fleet:
         described = self._registry.describe()
         for each in described:
             each["state"] = "serving" if self._is_open(each["replica"]) else "lost"
-        leaving = [each for each in self._connections if not self._registry.takes_requests(each)]
+        leaving = [each for each in self._connections if not self._registry.accepts_requests(each)]
         return described + [{"replica": each, "state": "leaving"} for each in leaving]
 
     @property
@@ -297,7 +297,7 @@ class Fleet:
         self._registry.end(
             in_flight.sent.request_id, max_tokens=in_flight.request.sampling.max_tokens, num_generated=num_generated
         )
-        if not self._registry.takes_requests(replica_id):
+        if not self._registry.accepts_requests(replica_id):
             self._close_if_idle(replica_id)
 
     def _note_loss(self, in_flight: InFlightRequest, lost: ReplicaLost) -> float:
@@ -308,7 +308,7 @@ class Fleet:
         longer count against the other requests.
         """
         now = self._clock()
-        if isinstance(lost, RequestLeft):
+        if isinstance(lost, RequestMoved):
             in_flight.lost_at = now
             if in_flight.prefixes_at is not None:
                 in_flight.left = PrefixSource(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
@@ -434,12 +434,12 @@ class Fleet:
     def _leave(self, replica_id: str, after_s: float) -> None:
         """Move a draining replica's requests, with their KV memory, to other replicas."""
         del self._leaving[replica_id]
-        if self._registry.takes_requests(replica_id):  # the replica accepts requests again
+        if self._registry.accepts_requests(replica_id):  # the replica accepts requests again
             return
         leaving = list(self._on_replica.get(replica_id, {}).values())
         for in_flight in leaving:
             if self._open_replica_ids(in_flight):
-                in_flight.fail(RequestLeft(f"it stopped accepting requests {after_s:g} s ago", reason="ending"))
+                in_flight.fail(RequestMoved(f"it stopped accepting requests {after_s:g} s ago", reason="ending"))
         if leaving:
             logger.info("replica %s is ending: moving its %d requests to other replicas", replica_id, len(leaving))
 
@@ -505,7 +505,7 @@ class Fleet:
             roomy = self._registry.have_room(in_flight.request, in_flight.num_tokens, others)
             if roomy:
                 in_flight.num_times_short += 1
-                in_flight.fail(RequestLeft("it is short of KV memory", reason="memory", avoid=others - roomy))
+                in_flight.fail(RequestMoved("it is short of KV memory", reason="memory", avoid=others - roomy))
                 return
 
     def _close_if_idle(self, replica_id: str) -> None:
@@ -526,7 +526,7 @@ class Fleet:
             logger.warning("replica %s: its %d requests resume on other replicas", replica_id, len(requests))
         for in_flight in requests:
             in_flight.fail(lost)
-        if not self._registry.takes_requests(replica_id):
+        if not self._registry.accepts_requests(replica_id):
             self._close_connection(replica_id)
 
 

@@ -89,7 +89,7 @@ class FrameServer:
         self._connections: set[_Connection] = set()
         self._of_ingress: dict[str, _Connection] = {}
         self._draining: asyncio.Future[None] | None = None
-        self._was_left = False  # whether a request may have been moved away since `drain` was called
+        self._may_have_moved_requests = False  # whether a request may have been moved away since `drain` was called
         self._watching: set[_Connection] = set()
         self._showing: asyncio.Task[None] | None = None  # runs while any ingress watches
         self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
@@ -125,12 +125,12 @@ class FrameServer:
         while not self.is_idle:
             self._draining = asyncio.get_running_loop().create_future()
             await self._draining
-        if self._was_left and self._prefixes.address is not None:
+        if self._may_have_moved_requests and self._prefixes.address is not None:
             await asyncio.sleep(fetch_s)
 
     def left(self) -> None:
         """Record that an ingress has aborted a request. The request may have moved to another replica."""
-        self._was_left = self._draining is not None
+        self._may_have_moved_requests = self._draining is not None
 
     def _check_drained(self) -> None:
         if self._draining is not None and not self._draining.done() and self.is_idle:

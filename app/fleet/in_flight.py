@@ -24,7 +24,7 @@ class ReplicaLost(Exception):
         self.avoid = avoid
 
 
-class RequestLeft(ReplicaLost):
+class RequestMoved(ReplicaLost):
     """Raised when a request is moved to another replica although nothing has failed."""
 
 

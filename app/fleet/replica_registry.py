@@ -120,7 +120,7 @@ class ReplicaRegistry:
         session_replica_id = self._sessions.replica_of(session) if session else None
         considered: Sequence[Candidate] = ()
         has_groups = bool(group) or self.has_roles
-        for looked_at in self._looked_at(request, replica_ids, cached, has_groups=has_groups, avoid=avoid):
+        for looked_at in self._candidate_sets(request, replica_ids, cached, has_groups=has_groups, avoid=avoid):
             candidates = self._ledger.candidates(
                 looked_at if request.adapter is None else filter(self._adapts, looked_at),
                 now=self._clock(),
@@ -155,7 +155,7 @@ class ReplicaRegistry:
             self._prefixes.add(request.request_id, chosen.replica_id, chain)
         return decision
 
-    def _looked_at(
+    def _candidate_sets(
         self,
         request: Request,
         replica_ids: Sequence[str],
@@ -391,7 +391,7 @@ class ReplicaRegistry:
             return None
         return next((name for name in used_fields(request) if name in unknown), None)
 
-    def takes_requests(self, replica_id: str) -> bool:
+    def accepts_requests(self, replica_id: str) -> bool:
         """Whether a replica accepts new requests."""
         return replica_id in self._members
 

@@ -104,7 +104,7 @@ class Grammars:
         """`read_vocabulary` is called once, by `prepare` or for the first grammar. It may raise InvalidSetup."""
         self._limits = limits
         self._read_vocabulary = read_vocabulary
-        self._tools: _Tools | None = None  # see `_tools_made_once`
+        self._tools: _Tools | None = None  # see `_get_tools`
         self._is_unreadable = False
         self._making_tools = threading.Lock()
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first; guarded by _lock
@@ -123,7 +123,7 @@ class Grammars:
         Otherwise, the first grammar would have to wait for a process that needs a second of CPU time, which takes long
         on busy cores, and `Vocabulary.for_matching` would block the engine's thread while requests are running.
         """
-        threading.Thread(target=self._tools_made_once, name="vocabulary", daemon=True).start()
+        threading.Thread(target=self._get_tools, name="vocabulary", daemon=True).start()
 
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
         """See `Matchers`. Does not block."""
@@ -250,7 +250,7 @@ class Grammars:
             raise _refusal(grammar, str(killed)) from killed
 
     def _compile_now(self, grammar: Grammar, key: Key) -> _Compiled:
-        tools = self._tools_made_once()
+        tools = self._get_tools()
         if tools is None:
             raise InvalidRequest("structured output is not supported for this model's tokenizer", param=grammar.param)
         form, ignored = self._form(tools, grammar)
@@ -277,7 +277,7 @@ class Grammars:
                 return self._in_free_text(tools, tags, matchers), compiled.dropped
         return lambda begin: begin(matchers[0].deep_copy()), compiled.dropped
 
-    def _tools_made_once(self) -> _Tools | None:
+    def _get_tools(self) -> _Tools | None:
         """Return the tools, or None if the tokenizer cannot be used. Created by the first call. Thread-safe."""
         with self._making_tools:
             if self._tools is None and not self._is_unreadable:

@@ -111,7 +111,7 @@ class SchemaReducer:
 
     def __init__(self, error_of: ErrorOf) -> None:
         self._error_of = error_of
-        self._num_questions = 0
+        self._num_trials = 0
         self._is_refused: dict[str, bool] = {}  # results of trials, by the compiled part's JSON text
 
     def kept(self, schema: Json) -> tuple[Json, Drops]:
@@ -207,8 +207,8 @@ class SchemaReducer:
 
         def note(one: Json, place: Place) -> Json:
             if "oneOf" in one:
-                self._num_questions += 1
-                is_asked = self._num_questions < _MAX_TRIALS
+                self._num_trials += 1
+                is_asked = self._num_trials < _MAX_TRIALS
                 why = self._error_of({**definitions, "oneOf": one["oneOf"]}) if is_asked else "oneOf was not tried"
                 if why is not None and "oneOf" in why:
                     drops[(*place, "oneOf")] = why
@@ -241,7 +241,7 @@ class SchemaReducer:
         """Determine for each unit whether it compiles, by bisection: all units of a half are compiled together."""
         if self._are_kept(units):
             return
-        if len(units) == 1 or self._num_questions >= _MAX_TRIALS:
+        if len(units) == 1 or self._num_trials >= _MAX_TRIALS:
             self._is_refused.update(dict.fromkeys(units, True))
             return
         half = len(units) // 2
@@ -250,10 +250,10 @@ class SchemaReducer:
 
     def _compiles(self, unit: Json) -> bool:
         """Return whether a unit compiles, or False if no trials are left."""
-        return self._num_questions < _MAX_TRIALS and self._are_kept([json.dumps(unit, sort_keys=True)])
+        return self._num_trials < _MAX_TRIALS and self._are_kept([json.dumps(unit, sort_keys=True)])
 
     def _are_kept(self, units: Sequence[str]) -> bool:
-        self._num_questions += 1
+        self._num_trials += 1
         are_kept = self._error_of(_all_of([json.loads(unit) for unit in units])) is None
         if are_kept:
             self._is_refused.update(dict.fromkeys(units, False))

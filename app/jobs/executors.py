@@ -102,7 +102,7 @@ class FleetExecutor(Executor[Item]):
         try:
             async with asyncio.TaskGroup() as group:
                 while not self._is_over:
-                    self._look_at_the_clock(time.monotonic())
+                    self._tick(time.monotonic())
                     while self._has_next() and await self._has_slot():
                         [item] = self._backlog.take(_FLEET, room=1, input_is_over=self._input_is_over)
                         self._next_slot = None
@@ -115,7 +115,7 @@ class FleetExecutor(Executor[Item]):
             await self._give_back_slot()
         await self.has_changed()
 
-    def _look_at_the_clock(self, now: float) -> None:
+    def _tick(self, now: float) -> None:
         if self._backlog.num_waiting or self._backlog.num_suspects:
             self._window.grow(now, self._num_under_way)
         if now - self._looked_at < TICK_S:
@@ -171,9 +171,9 @@ class FleetExecutor(Executor[Item]):
         except (Unavailable, EngineStopped):
             self._refused(item, UNAVAILABLE_PAUSE_S)
         else:
-            if self._is_to_be_tried_again(item, answered):
+            if self._should_retry(item, answered):
                 await asyncio.sleep(FAILURE_PAUSE_S)
-                self._take_back(item)
+                self._requeue(item)
             else:
                 await self._end(item, answered)
         await self.has_changed()
@@ -188,10 +188,10 @@ class FleetExecutor(Executor[Item]):
                 del self._sent_at[item.number]
 
     def _refused(self, item: Item, retry_after_s: float) -> None:
-        self._take_back(item)
+        self._requeue(item)
         self._window.refused(time.monotonic(), self._num_under_way, retry_after_s=retry_after_s)
 
-    def _is_to_be_tried_again(self, item: Item, answered: ItemResponse) -> bool:
+    def _should_retry(self, item: Item, answered: ItemResponse) -> bool:
         if answered.status_code < 500:
             return False
         num_failures = self._num_failures[item.number] = self._num_failures.get(item.number, 0) + 1
@@ -208,7 +208,7 @@ class FleetExecutor(Executor[Item]):
             await self._run.ended(self._form.answered(item, answered))
         self._backlog.settle(_FLEET, [item.number])
 
-    def _take_back(self, item: Item) -> None:
+    def _requeue(self, item: Item) -> None:
         if self._backlog.give_back(_FLEET, item.number):
             self._run.interrupted([item.number])
 

@@ -364,7 +364,7 @@ def _hash(row_id: str) -> int:
 def _local(pattern: str) -> list[str]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        return [str(path.absolute() / name) for name in _read_of(pattern, _names_below(path))]
+        return [str(path.absolute() / name) for name in _input_names(pattern, _names_below(path))]
     if path.exists():
         return [str(path.absolute())]
     found = [each for each in glob(str(path), recursive=True) if os.path.isfile(each)]
@@ -396,11 +396,11 @@ def _remote(pattern: str) -> list[str]:
     if found.type == fs.FileType.Directory:
         listed = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
         names = [info.path.removeprefix(f"{path}/") for info in listed if info.is_file]
-        return [f"{prefix}{path}/{each}" for each in _read_of(pattern, names)]
+        return [f"{prefix}{path}/{each}" for each in _input_names(pattern, names)]
     return [pattern] if found.is_file else []
 
 
-def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
+def _input_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the folder's sorted input files. If it has none, return the other files, which cause an error later."""
     all_names = sorted(names)
     visible = _not_hidden(pattern, all_names)
@@ -411,7 +411,7 @@ def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
     _check_copies(pattern, read)
     if read:
         left_out = [f"the folder of a run {folder}" for folder in sorted(run_folders)]
-        _say_left_out(pattern, left_out + sorted(set(there) - set(read)), "only JSONL, CSV and Parquet files are read")
+        _warn_left_out(pattern, left_out + sorted(set(there) - set(read)), "only JSONL, CSV and Parquet files are read")
     return read or there
 
 
@@ -436,11 +436,11 @@ def _matched(pattern: str, names: Sequence[str]) -> Sequence[str]:
 def _not_hidden(pattern: str, names: Sequence[str]) -> list[str]:
     hidden = [name for name in names if any(part.startswith(HIDDEN) for part in PurePosixPath(name).parts)]
     input_like = [name for name in hidden if PurePosixPath(name).suffix.lower() in FORMATS]
-    _say_left_out(pattern, input_like, "hidden files are not read unless they are named one by one")
+    _warn_left_out(pattern, input_like, "hidden files are not read unless they are named one by one")
     return [name for name in names if name not in set(hidden)]
 
 
-def _say_left_out(pattern: str, names: Sequence[str], why: str) -> None:
+def _warn_left_out(pattern: str, names: Sequence[str], why: str) -> None:
     max_named = 5
     if names:
         more = f" and {len(names) - max_named:,} more" if len(names) > max_named else ""

@@ -228,7 +228,7 @@ def row_from_line(line: bytes, *, number: int, place: str) -> Row:
 
 def row_from_fields(fields: Mapping[str, Any], *, number: int, place: str) -> Row:
     """Return a row from its columns. A row without an id gets `place` as its id."""
-    return Row(number=number, id=own_id(fields) or place, place=place, fields=fields)
+    return Row(number=number, id=id_of(fields) or place, place=place, fields=fields)
 
 
 def row_from_cells(names: Sequence[str], cells: Sequence[str], *, number: int, place: str) -> Row:
@@ -238,10 +238,10 @@ def row_from_cells(names: Sequence[str], cells: Sequence[str], *, number: int, p
         error = f"{place}: the row has {len(cells):,} cells, but the header has {len(names):,}{hint}"
         return Row(number=number, id=place, place=place, fields=None, error=error)
     fields = {name: cell for name, cell in zip(names, cells, strict=True) if name and cell}
-    return Row(number=number, id=own_id(fields) or place, place=place, fields=fields, has_cells=True)
+    return Row(number=number, id=id_of(fields) or place, place=place, fields=fields, has_cells=True)
 
 
-def own_id(fields: Mapping[str, Any]) -> str | None:
+def id_of(fields: Mapping[str, Any]) -> str | None:
     """Return the `custom_id` or `id` of a row, or None if neither is a text, a whole number or a whole float."""
     for name in ("custom_id", "id"):
         value = fields.get(name)
@@ -270,7 +270,7 @@ def item_of(row: Row, settings: RowSettings, urls: Mapping[str, bool]) -> Item |
     try:
         if _is_batch_line(row):
             _, url, body = batch_line(
-                {"method": "POST", **row.fields, "custom_id": own_id({"custom_id": row.fields["custom_id"]})},
+                {"method": "POST", **row.fields, "custom_id": id_of({"custom_id": row.fields["custom_id"]})},
                 urls,
             )
         else:

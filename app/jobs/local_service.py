@@ -225,7 +225,7 @@ class LocalBatchService(BatchService):
                 group.create_task(dispatcher.work())
                 group.create_task(self._stop_when_superseded(catalog))
                 while True:
-                    await self._keep_house(opened)
+                    await self._clean_up(opened)
                     await asyncio.sleep(HOUSEKEEPING_S)
         finally:
             self._open = None
@@ -249,7 +249,7 @@ class LocalBatchService(BatchService):
             except STORAGE_FAILURES as error:
                 logger.error("the generation of the batches folder could not be read: %s", described(error))
 
-    async def _keep_house(self, opened: _Open) -> None:
+    async def _clean_up(self, opened: _Open) -> None:
         """Remove expired files and responses, abandoned uploads, batches that ended long ago, and old usage."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         batch_kept_s = 30 * 86_400.0  # counted from a batch's end; also the default for files
@@ -269,13 +269,13 @@ class LocalBatchService(BatchService):
     # Files
 
     async def begin_upload(self, owner: str) -> str:
-        return await self._to_its_end(self._begin_upload(self._opened_now(), owner))
+        return await self._shielded(self._begin_upload(self._opened_now(), owner))
 
     async def _begin_upload(self, opened: _Open, owner: str) -> str:
         max_uploads = 64
         async with self._admission:
             uploads = Counter(upload.owner for upload in self._unfinished_uploads())
-            self._check_place("files are being sent", max_uploads, uploads, owner)
+            self._check_room("files are being sent", max_uploads, uploads, owner)
             draft = await self._run(_begin_draft, self._path, opened.files)
             self._uploads[draft.id] = _Upload(owner, draft, time.monotonic())
             return draft.id
@@ -296,7 +296,7 @@ class LocalBatchService(BatchService):
         keep_s = new.expires_after_s or self._config.keep_s
         file = upload.draft.described(upload.owner, new.filename, new.purpose, self._now(), keep_s)
         del self._uploads[upload_id]
-        await self._translated(self._to_its_end(self._finish(opened, upload, file)))
+        await self._translated(self._shielded(self._finish(opened, upload, file)))
         return file_object(file)
 
     async def _finish(self, opened: _Open, upload: _Upload, file: StoredFile) -> None:
@@ -346,7 +346,7 @@ class LocalBatchService(BatchService):
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
         await self._file(owner, file_id)
-        await self._to_its_end(self._delete(self._opened_now(), file_id))
+        await self._shielded(self._delete(self._opened_now(), file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def _delete(self, opened: _Open, file_id: str) -> None:
@@ -373,14 +373,14 @@ class LocalBatchService(BatchService):
             metadata=None if new.metadata is None else dict(new.metadata),
             output_expires_after_s=new.output_expires_after_s,
         )
-        await self._to_its_end(self._begin_batch(opened, job, has_message, new.webhook))
+        await self._shielded(self._begin_batch(opened, job, has_message, new.webhook))
         return await self.batch(new.owner, job.id)
 
     async def _begin_batch(self, opened: _Open, job: Job, has_message: bool, receiver: WebhookReceiver | None) -> None:
         async with self._admission:
             runner = opened.runner
             self._check_share(job.owner, 1)
-            self._check_place("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
+            self._check_room("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
             await self._run(_check_disk, self._path)
             await self._run(_add_job, opened.catalog, job, has_message, receiver, self._clock())
             runner.start(job)
@@ -395,7 +395,7 @@ class LocalBatchService(BatchService):
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         opened = self._opened_now()
-        job = await self._to_its_end(self._cancel(opened, owner, batch_id))
+        job = await self._shielded(self._cancel(opened, owner, batch_id))
         [shown] = await self._shown([job])
         return shown
 
@@ -433,15 +433,15 @@ class LocalBatchService(BatchService):
             raise _unusable(error) from None
 
     async def cancel_response(self, owner: str, response_id: str) -> None:
-        await self._translated(self._to_its_end(self._opened_now().responses.cancel(owner, response_id)))
+        await self._translated(self._shielded(self._opened_now().responses.cancel(owner, response_id)))
 
     async def delete_response(self, owner: str, response_id: str) -> None:
-        await self._translated(self._to_its_end(self._opened_now().responses.delete(owner, response_id)))
+        await self._translated(self._shielded(self._opened_now().responses.delete(owner, response_id)))
 
     async def _admit_response(self, owner: str, num_bytes: int, running: Callable[[], Counter[str]]) -> None:
         self._check_share(owner, max(num_bytes, MIN_CHARGED_BYTES))
         await self._run(_check_disk, self._path)
-        self._check_place("responses have not ended", self._limits.max_responses, running(), owner)
+        self._check_room("responses have not ended", self._limits.max_responses, running(), owner)
 
     async def _shortage_for_response(self, owner: str) -> str | None:
         if self._open is None:  # the folder is being opened
@@ -457,7 +457,7 @@ class LocalBatchService(BatchService):
         ended = await self._run(opened.catalog.ended_counts, owner)
         unfinished = [job for job in await self._run(opened.catalog.unfinished) if job.owner == owner]
         runner = opened.runner
-        counts = [*ended, *((_as_it_is(job, runner), 1) for job in unfinished)]
+        counts = [*ended, *((_with_current_counts(job, runner), 1) for job in unfinished)]
         return stats_object(counts, self._execution.slots.num_held(owner), runner.tokens_per_s(owner))
 
     # Usage
@@ -476,7 +476,7 @@ class LocalBatchService(BatchService):
         for job in jobs:
             pause = opened.runner.pause(job.id)
             paused = None if pause is None else {"code": pause.code, "message": pause.message}
-            now = batch_object(_as_it_is(job, opened.runner))
+            now = batch_object(_with_current_counts(job, opened.runner))
             shown.append(now | {"paused": paused, "webhook": messages.get(job.id)})
         return shown
 
@@ -491,7 +491,7 @@ class LocalBatchService(BatchService):
             raise Unavailable("the upload has ended or timed out; send the file again")
         return upload
 
-    def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
+    def _check_room(self, what: str, total: int, used: Counter[str], owner: str) -> None:
         if room_left(total, used, owner) >= 1:
             return
         share = f", {used[owner]} of them from this key, which must leave as many free as it uses" if owner else ""
@@ -517,7 +517,7 @@ class LocalBatchService(BatchService):
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._translated(self._thread.run(function, *args, **kwargs))
 
-    async def _to_its_end(self, steps: Coroutine[Any, Any, T]) -> T:
+    async def _shielded(self, steps: Coroutine[Any, Any, T]) -> T:
         """Run the steps in a task and return their result. Cancelling the caller does not interrupt them."""
         task = asyncio.create_task(steps)
         self._begun.add(task)
@@ -583,7 +583,7 @@ def _cancel(catalog: Catalog, owner: str, batch_id: str, now: int) -> Job:
     return job
 
 
-def _as_it_is(job: Job, runner: BatchRunner) -> Job:
+def _with_current_counts(job: Job, runner: BatchRunner) -> Job:
     counts = None if job.status.has_ended else runner.counts(job.id)
     return job if counts is None else replace(job, **counted(counts))
 

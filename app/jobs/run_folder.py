@@ -110,7 +110,7 @@ def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_forma
             raise InvalidSetup(f"--output {path}: another process is using this folder; wait until it ends")
         try:
             if (path / MANIFEST).exists():
-                _check_may_go_on(path, run, resume=resume)
+                _check_can_resume(path, run, resume=resume)
             else:
                 _check_is_empty(path)
                 _write_json(path / MANIFEST, {"version": FORMAT_VERSION} | dict(run))
@@ -166,7 +166,7 @@ def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
     return Summary(**_read_json(path / SUMMARY))
 
 
-def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> None:
+def _check_can_resume(path: Path, run: Mapping[str, Any], *, resume: bool) -> None:
     there = _read_json(path / MANIFEST)
     version = there.pop("version", 1)
     if version != FORMAT_VERSION:

@@ -36,7 +36,7 @@ from app.jobs.backlog import MAX_DEATHS
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.job import StoredResponse
 from app.jobs.space import MIN_CHARGED_BYTES
-from app.records import RecordReader, record, whole_bytes
+from app.records import RecordReader, num_complete_bytes, record
 
 logger = logging.getLogger(__name__)
 
@@ -488,7 +488,7 @@ def _repaired(path: Path) -> tuple[NewResponse, int]:
     """Cut off a torn last record of a response's file. Returns the request and the new size. Raises Failure."""
     try:
         data = path.read_bytes()
-        num_bytes = whole_bytes(data)
+        num_bytes = num_complete_bytes(data)
         new = _decode_new(next(RecordReader().feed(data), b""))
     except (FileNotFoundError, msgspec.DecodeError):
         raise Failure("the server has lost this request; send it again") from None

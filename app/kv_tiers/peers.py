@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 1.0
 ACCEPT_PAUSE_S = 0.5  # pause after a connection could not be accepted
 MAX_SENT_AT_ONCE = 4  # prefixes sent concurrently; further connections are closed, and their replicas compute instead
-MAX_WANTED_BYTES = 16 << 20  # maximum size of an encoded `Wanted`, enough for two million tokens
+MAX_REQUEST_BYTES = 16 << 20  # maximum size of an encoded `BlocksRequest`, enough for two million tokens
 
 _LENGTH = struct.Struct(">I")
 
@@ -57,7 +57,7 @@ def label_of(held: Prefix | Snapshot) -> tuple[int, ...]:
     return held.token_ids if isinstance(held, Prefix) else held.label
 
 
-class Wanted(msgspec.Struct, frozen=True, array_like=True):
+class BlocksRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request for the blocks of these tokens, except the first `num_before`. Fields are encoded by position."""
 
     namespace: bytes  # namespace of the receiver's KV memory
@@ -127,17 +127,22 @@ class PeerServer:
                 if not hmac.compare_digest(_received(connection, len(self._secret)), self._secret.encode()):
                     return
                 (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
-                if length > MAX_WANTED_BYTES:
+                if length > MAX_REQUEST_BYTES:
                     return
-                wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
+                wanted = msgspec.msgpack.decode(_received(connection, length), type=BlocksRequest)
                 if wanted.namespace == self._namespace:
                     self._send(connection, wanted)
-        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two if `Wanted` is invalid
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            msgspec.MsgspecError,
+        ) as error:  # the last two if `BlocksRequest` is invalid
             logger.info("a prefix could not be sent completely: %s", described(error))
         finally:
             self._free.release()
 
-    def _send(self, connection: socket.socket, wanted: Wanted) -> None:
+    def _send(self, connection: socket.socket, wanted: BlocksRequest) -> None:
         buffers = self._new_buffers()
         found = self._find(array("q", wanted.token_ids), wanted.salt)[wanted.num_before :]
         with self._copies() as copy:
@@ -163,7 +168,7 @@ def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
 class BlocksOfPeer:
     """Receives blocks from another replica, in order."""
 
-    def __init__(self, address: Address, wanted: Wanted) -> None:
+    def __init__(self, address: Address, wanted: BlocksRequest) -> None:
         """Connect and send `wanted`. Raises OSError if the replica cannot be reached."""
         self._connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
         self._wanted = wanted

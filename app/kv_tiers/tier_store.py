@@ -28,13 +28,13 @@ from app.engine.request import Address, Request
 from app.engine.stats import StoreStats
 from app.errors import InvalidSetup, traceback_of
 from app.kv_tiers.folder import BlockFolder
-from app.kv_tiers.peers import BlocksOfPeer, Buffers, Copy, PeerServer, Wanted, label_of
+from app.kv_tiers.peers import BlocksOfPeer, BlocksRequest, Buffers, Copy, PeerServer, label_of
 
 logger = logging.getLogger(__name__)
 
-MEASURED_LIFE_S = 30.0  # how long a measured fetch time is used to predict later fetches
-SILENCE_S = 5.0  # how long an unresponsive replica is not asked again
-LIST_AGAIN_S = 5.0  # how often the folder is listed to discover the blocks that other replicas have written
+MEASUREMENT_TTL_S = 30.0  # how long a measured fetch time is used to predict later fetches
+UNRESPONSIVE_PAUSE_S = 5.0  # how long an unresponsive replica is not asked again
+RELIST_INTERVAL_S = 5.0  # how often the folder is listed to discover the blocks that other replicas have written
 MAX_OFFERED = 100_000  # maximum number of prefixes waiting to be written; beyond it, the oldest are dropped
 MIN_TOKENS = 512  # shorter prefixes are not stored: recomputing them is fast, and prefixes of chats are longer
 
@@ -63,23 +63,23 @@ class TierStore(BlockStore):
         self._blocks_of_snapshot = -(-self._snapshot_bytes // self._block_bytes)  # a snapshot's size in blocks
         self._wake = threading.Condition()
         self._fetches: deque[Fetch] = deque()  # guarded by `_wake`, like the next seven attributes
-        self._far_fetches: deque[Fetch] = deque()  # fetches that may ask another replica
+        self._peer_fetches: deque[Fetch] = deque()  # fetches that may ask another replica
         self._offered: deque[Prefix] = deque(maxlen=MAX_OFFERED)
-        self._at_work: list[Fetch | Prefix] = []  # items from these queues that are being processed
+        self._in_progress: list[Fetch | Prefix] = []  # items from these queues that are being processed
         self._num_sending = 0  # blocks that are being copied for other replicas
         self._is_closed = False
-        self._num_to_fetch: Counter[bool] = Counter()  # blocks left to fetch; True counts those in `_far_fetches`
+        self._num_to_fetch: Counter[bool] = Counter()  # blocks left to fetch; True counts those in `_peer_fetches`
         self._paces: dict[Address | None, _Pace] = {}  # pace of the folder (None) and of each replica
         self._listed = threading.Event()
         self._paused_until = 0.0
         self._has_failed = False  # whether the last write failed
         self._peers: PeerServer | None = None
-        self._silent_until: dict[Address, float] = {}  # when each unresponsive replica may be asked again
+        self._unresponsive_until: dict[Address, float] = {}  # when each unresponsive replica may be asked again
         self.num_read = self.num_written = self.num_received = 0  # blocks so far
         self.num_snapshots_read = self.num_snapshots_written = self.num_snapshots_received = 0
         self._threads = [
             threading.Thread(target=self._read_all, args=(queue, self._new_buffers()), name=name, daemon=True)
-            for queue, name in ((self._fetches, "kv-tier-reader"), (self._far_fetches, "kv-peer-reader"))
+            for queue, name in ((self._fetches, "kv-tier-reader"), (self._peer_fetches, "kv-peer-reader"))
         ]
         if folder is None:
             self._listed.set()
@@ -96,7 +96,7 @@ class TierStore(BlockStore):
         """See `BlockStore`. Counts all blocks of a resumed request: another replica may have just written them."""
         folder, elsewhere = self._folder, request.prefix_at
         num_of_peer = 0
-        if elsewhere is not None and time.monotonic() >= self._silent_until.get(elsewhere.address, -inf):
+        if elsewhere is not None and time.monotonic() >= self._unresponsive_until.get(elsewhere.address, -inf):
             num_of_peer = elsewhere.num_blocks - num_before
         if folder is None and num_of_peer <= 0:
             return 0
@@ -123,7 +123,7 @@ class TierStore(BlockStore):
     def begin(self, fetch: Fetch) -> None:
         with self._wake:
             self._num_to_fetch[fetch.request.prefix_at is not None] += len(fetch.blocks) + self._blocks_of_snapshot
-            (self._fetches if fetch.request.prefix_at is None else self._far_fetches).append(fetch)
+            (self._fetches if fetch.request.prefix_at is None else self._peer_fetches).append(fetch)
             self._wake.notify_all()
 
     def offer(self, prefix: Prefix) -> None:
@@ -176,7 +176,7 @@ class TierStore(BlockStore):
 
     def _is_idle(self) -> bool:
         """Whether no work is left. Unwanted fetches do not count, because they may hang (see `BlockMemory`)."""
-        fetches = (*self._fetches, *self._far_fetches, *self._at_work)
+        fetches = (*self._fetches, *self._peer_fetches, *self._in_progress)
         is_fetching = any(isinstance(each, Prefix) or each.is_wanted for each in fetches)
         return self._is_closed or not (self._offered or self._num_sending or is_fetching)
 
@@ -193,11 +193,11 @@ class TierStore(BlockStore):
         folder.refresh()
         self._listed.set()
         listed_at = time.monotonic()
-        while self._wait_for(self._offered, LIST_AGAIN_S):
+        while self._wait_for(self._offered, RELIST_INTERVAL_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
                     self._write_prefix(folder, offered, buffers)
-                if time.monotonic() - listed_at > LIST_AGAIN_S:
+                if time.monotonic() - listed_at > RELIST_INTERVAL_S:
                     listed_at = time.monotonic()
                     folder.refresh()
 
@@ -213,7 +213,7 @@ class TierStore(BlockStore):
         with self._wake:
             item = queue.popleft() if queue else None
             taken = [] if item is None else [item]
-            self._at_work += taken
+            self._in_progress += taken
         try:
             yield item
         except Exception as error:
@@ -221,7 +221,7 @@ class TierStore(BlockStore):
         finally:
             with self._wake:
                 for each in taken:
-                    self._at_work.remove(each)
+                    self._in_progress.remove(each)
                 self._wake.notify_all()
 
     def _new_buffers(self) -> Buffers:
@@ -246,7 +246,7 @@ class TierStore(BlockStore):
             with self._copies() as copies:
                 if fetch.slot is not None and fetch.request.prefix_at is not None:
                     # Ask the replica before the folder, which may lack the last snapshot of a request that was moved.
-                    peer, num_covered_by_snapshot = self._received_snapshot(
+                    peer, num_covered_by_snapshot = self._receive_snapshot(
                         fetch, fetch.request.prefix_at.address, buffers
                     )
                 for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
@@ -254,13 +254,13 @@ class TierStore(BlockStore):
                     if copies is None or not fetch.is_wanted:
                         break
                     source = None
-                    if peer is None and self._is_in_folder(fetch, name, token_ids, content):
+                    if peer is None and self._read_from_folder(fetch, name, token_ids, content):
                         self.num_read += 1
                     elif fetch.request.prefix_at is None or (peer is None and fetch.slot is not None):
                         break
                     else:
                         source = fetch.request.prefix_at.address
-                        peer = peer or self._peer_of(fetch, source)
+                        peer = peer or self._connect_to_peer(fetch, source)
                         if not peer.read(token_ids, content):
                             break
                         self.num_received += 1
@@ -271,7 +271,7 @@ class TierStore(BlockStore):
                 if fetch.slot is not None and copies is not None and fetch.is_wanted:
                     self._fill_slot(fetch, fetch.slot, copies, buffers.snapshot, num_received=num_covered_by_snapshot)
         except OSError as error:
-            self._note_silence(fetch, error)
+            self._note_unresponsive(fetch, error)
         finally:
             if peer is not None:
                 peer.close()
@@ -286,15 +286,15 @@ class TierStore(BlockStore):
                 if fetch.slot is not None:
                     self._note_use_of_snapshot(self._folder, fetch.names[num_usable - 1], minute, place)
 
-    def _note_silence(self, fetch: Fetch, error: OSError) -> None:
+    def _note_unresponsive(self, fetch: Fetch, error: OSError) -> None:
         """Record that a replica is gone or unresponsive, so that it is not asked again for a while."""
         if fetch.request.prefix_at is not None:
             now = time.monotonic()
-            self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
-            self._silent_until[fetch.request.prefix_at.address] = now + SILENCE_S
+            self._unresponsive_until = {at: until for at, until in self._unresponsive_until.items() if until > now}
+            self._unresponsive_until[fetch.request.prefix_at.address] = now + UNRESPONSIVE_PAUSE_S
         logger.info("a prefix will be recomputed, because the replica that holds it did not send it: %s", error)
 
-    def _received_snapshot(self, fetch: Fetch, address: Address, buffers: Buffers) -> tuple[BlocksOfPeer | None, int]:
+    def _receive_snapshot(self, fetch: Fetch, address: Address, buffers: Buffers) -> tuple[BlocksOfPeer | None, int]:
         """Fill the buffer with another replica's snapshot.
 
         Returns the connection, from which the blocks can then be read, and the number of the fetch's blocks that the
@@ -302,10 +302,10 @@ class TierStore(BlockStore):
         """
         peer, num_tokens, block_size, began_at = None, 0, len(fetch.token_ids[0]), time.perf_counter()
         try:
-            peer = self._peer_of(fetch, address)
+            peer = self._connect_to_peer(fetch, address)
             num_tokens = peer.read_snapshot(block_size, buffers.snapshot)
         except OSError as error:
-            self._note_silence(fetch, error)
+            self._note_unresponsive(fetch, error)
         if peer is not None and not num_tokens:
             peer.close()
         if peer is None or not num_tokens:
@@ -324,7 +324,7 @@ class TierStore(BlockStore):
         number, began_at = num_received, time.perf_counter()
         if not 0 < number <= fetch.num_filled:
             number = fetch.num_filled
-            while number and not self._has_snapshot(fetch, number, content):
+            while number and not self._read_snapshot(fetch, number, content):
                 number -= 1
             if number:
                 self.num_snapshots_read += 1
@@ -333,21 +333,21 @@ class TierStore(BlockStore):
         if number and copies.states.put(slot, content):
             fetch.num_covered_by_snapshot = number
 
-    def _has_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
+    def _read_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
         """Fill the buffer with the snapshot after `num_blocks` blocks. Returns False if the folder has none."""
         name = name_of_snapshot(fetch.names[num_blocks - 1])
-        return self._is_in_folder(fetch, name, fetch.label_after(num_blocks), content)
+        return self._read_from_folder(fetch, name, fetch.label_after(num_blocks), content)
 
-    def _is_in_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
+    def _read_from_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
         return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
 
-    def _peer_of(self, fetch: Fetch, address: Address) -> BlocksOfPeer:
+    def _connect_to_peer(self, fetch: Fetch, address: Address) -> BlocksOfPeer:
         """Ask a replica for a fetch's unfilled blocks. Raises OSError if the replica cannot be reached."""
         request = fetch.request
         block_size, num_before = len(fetch.token_ids[0]), len(fetch.before)
         num_tokens = (num_before + len(fetch.blocks)) * block_size
         token_ids = array("q", (*request.prompt_token_ids, *request.generated_token_ids)[:num_tokens])
-        wanted = Wanted(self.namespace, request.prefix_salt, token_ids.tobytes(), num_before + fetch.num_filled)
+        wanted = BlocksRequest(self.namespace, request.prefix_salt, token_ids.tobytes(), num_before + fetch.num_filled)
         return BlocksOfPeer(address, wanted)
 
     def _measure(self, source: Address | None, seconds: float) -> None:
@@ -371,12 +371,12 @@ class TierStore(BlockStore):
         if missing:
             with self._copies() as copies:
                 # Copy the snapshot first, because its slot may be reused while the blocks are being written.
-                if isinstance(missing[0], Snapshot) and not _copied(missing[0], copies, buffers.snapshot):
+                if isinstance(missing[0], Snapshot) and not _try_copy(missing[0], copies, buffers.snapshot):
                     return
                 # Stop at a block that was evicted, because the later blocks are useless without it.
                 while missing and time.monotonic() >= self._paused_until:
                     held = missing[-1]
-                    if isinstance(held, Prefix) and not _copied(held, copies, buffers.block):
+                    if isinstance(held, Prefix) and not _try_copy(held, copies, buffers.block):
                         break
                     if not self._write(folder, held, buffers.of(held)):
                         break
@@ -434,7 +434,7 @@ class TierStore(BlockStore):
                 with self._wake:
                     self._num_sending += 1
                 try:
-                    return _copied(held, copies, content)
+                    return _try_copy(held, copies, content)
                 finally:
                     with self._wake:
                         self._num_sending -= 1
@@ -453,7 +453,7 @@ class _Pace:
     @property
     def is_recent(self) -> bool:
         """Whether a fetch was measured recently. Old measurements are ignored, so that a slow source is tried again."""
-        return time.monotonic() - self._measured_at <= MEASURED_LIFE_S
+        return time.monotonic() - self._measured_at <= MEASUREMENT_TTL_S
 
     def note(self, seconds: float) -> None:
         self.block_s += (seconds - self.block_s) * (0.1 if self.is_recent else 1.0)
@@ -465,7 +465,7 @@ def _address_of(request: Request) -> Address | None:
     return None if request.prefix_at is None else request.prefix_at.address
 
 
-def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memoryview) -> bool:
+def _try_copy(held: Prefix | Snapshot, copies: BlockCopies | None, content: memoryview) -> bool:
     """Copy a prefix's last block, or a snapshot. Returns False if its block or slot was reused during the copy."""
     of_kind, place = (
         (copies, held.block.block_id) if isinstance(held, Prefix) else (copies and copies.states, held.slot)

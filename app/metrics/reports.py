@@ -223,7 +223,7 @@ class ProcessCounts(Generic[CountsT]):
 
     def beyond(self, known: Known[CountsT]) -> Later[CountsT]:
         """Return the counts that another instance lacks. Adopts that instance's sum if it has a higher rank."""
-        self._take_over(known.folded)
+        self._adopt(known.folded)
         is_ahead = self._folded.rank > known.folded.rank
         # An instance that adopts this sum drops its own, and then needs the counts that only its own sum included.
         folded_there = () if is_ahead else known.folded.ids
@@ -245,10 +245,10 @@ class ProcessCounts(Generic[CountsT]):
     def learn_later(self, later: Later[CountsT]) -> None:
         """Record another instance's answer to `known`."""
         if later.folded is not None:
-            self._take_over(later.folded)
+            self._adopt(later.folded)
         self.learn(later.counts)
 
-    def note_present(self, present: Collection[str]) -> None:
+    def set_running(self, present: Collection[str]) -> None:
         """Record which processes are running, and add the counts of those that stopped long ago to the sum."""
         now = self._clock()
         self._gone_at = {name: self._gone_at.get(name, now) for name in self._last if name not in present}
@@ -280,7 +280,7 @@ class ProcessCounts(Generic[CountsT]):
             )
         )
 
-    def _take_over(self, folded: Folded[CountsT]) -> None:
+    def _adopt(self, folded: Folded[CountsT]) -> None:
         if folded.rank > self._folded.rank:
             self._set_folded(folded)
             for name in self._folded_ids & self._last.keys():

@@ -104,7 +104,7 @@ def why_no_triton(device: torch.device) -> str | None:
     )
 
 
-def warn_of_turns(share: float) -> None:
+def warn_without_mps(share: float) -> None:
     """Warn if replicas share a card without the Multi-Process Service (MPS), so that they take turns."""
     control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
     if not control.exists():

@@ -16,7 +16,7 @@ from app.model.description import max_model_len, read_config
 from app.model.location import existing_place
 
 # Model types with recurrent layers for which `recurrence.py` has no operator, and the names of these layers.
-STATES_NOT_COMPUTED = {
+UNSUPPORTED_RECURRENCES = {
     "bailing_hybrid": "Kimi Delta Attention (KDA)",
     "kimi_linear": "Kimi Delta Attention (KDA)",
     "minimax": "lightning attention",
@@ -63,7 +63,7 @@ def check_path(path: str) -> None:
     """
     if existing_place(path) is not None:
         return
-    near = _near(Path(os.path.expanduser(path)))
+    near = _similar_model(Path(os.path.expanduser(path)))
     hint = f"; did you mean {near!r}?" if near else ""
     if path.startswith(("/", ".", "~")) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):
         raise InvalidSetup(f"got {path!r}; there is no such folder or file here{hint}")
@@ -71,7 +71,7 @@ def check_path(path: str) -> None:
         raise InvalidSetup(f"got {path!r}; there is no such folder here, and hub ids look like Qwen/Qwen3-0.6B")
 
 
-def check_can_be_asked(path: str) -> None:
+def check_hub_is_reachable(path: str) -> None:
     """Raise InvalidSetup if a hub id was never downloaded and the hub cannot be reached. Sends one request.
 
     A download would send six requests for each file, over 23 seconds. Does not check whether the hub has the model.
@@ -102,7 +102,7 @@ def _is_in_hub_cache(path: str) -> bool:
     return (Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}").is_dir()
 
 
-def _near(place: Path) -> str | None:
+def _similar_model(place: Path) -> str | None:
     """Return the path of a model in the same folder with nearly the same name, or None if there is none."""
     try:
         beside = [each.name for each in place.parent.iterdir() if _is_model(each)]
@@ -131,8 +131,8 @@ def _check_folder(config: ModelConfig, folder: Path) -> None:
     text: dict[str, Any] = inner if isinstance(inner, dict) else described
     if kind is not None and not isinstance(kind, str):
         raise InvalidSetup(f"{folder}/config.json: model_type is {str(kind)[:60]}; it should be a name")
-    if kind in STATES_NOT_COMPUTED:
-        raise UnsupportedModel(f"{folder} is a {kind} model; {STATES_NOT_COMPUTED[kind]} is not supported")
+    if kind in UNSUPPORTED_RECURRENCES:
+        raise UnsupportedModel(f"{folder} is a {kind} model; {UNSUPPORTED_RECURRENCES[kind]} is not supported")
     known = _known_types()
     if kind is not None and known and kind not in known:
         close = difflib.get_close_matches(str(kind), known, n=1)

@@ -25,7 +25,7 @@ def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str 
 
 
 @contextmanager
-def taking_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[None]:
+def allocating_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[None]:
     """Wrap an allocation of `num_bytes` bytes. The arguments are those of `check_host_memory`.
 
     Logs a warning if the machine currently has fewer bytes available.

@@ -50,7 +50,7 @@ def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
     return own | _PREFIXES
 
 
-def check_files_of_text(path: str, folder: Path, whole: PreTrainedConfig, expected: Collection[str]) -> None:
+def check_text_weights(path: str, folder: Path, whole: PreTrainedConfig, expected: Collection[str]) -> None:
     """Check that all files exist and contain weights of the language model. Reads only names, so it is fast.
 
     Not every missing weight is found here, because transformers may rename weights in other ways when it loads them.

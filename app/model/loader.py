@@ -30,23 +30,23 @@ from app.model.device import (
     driver_version,
     dtype_of,
     refused_quantization,
-    warn_of_turns,
+    warn_without_mps,
     why_no_triton,
 )
 from app.model.gpu_backends import TORCH, WITHOUT_DECODER, BackendFailed, Ladder, cause_of, config_for, is_lost
-from app.model.host_memory import taking_host_memory
+from app.model.host_memory import allocating_host_memory
 from app.model.implementations.cuda_decoder import CudaModel
 from app.model.implementations.gpu import bytes_for_kv, why_plain_draws
 from app.model.implementations.loaded_model import LoadedModel
 from app.model.implementations.native_decoder import NativeModel
 from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import block_bytes, num_blocks_that_fit, num_state_slots_that_fit
-from app.model.language_model import check_files_of_text
+from app.model.language_model import check_text_weights
 from app.model.location import resolve_model_path
-from app.model.memory import is_out_of_memory, loading_weights, refusing_to_run_short, state_bytes
+from app.model.memory import explaining_out_of_memory, is_out_of_memory, loading_weights, state_bytes
 from app.model.parallel.group import RankGroup
 from app.model.runner import LeadingRunner
-from app.model.source import ModelSource, module_without_weights, refusing_what_fails
+from app.model.source import ModelSource, module_without_weights, unsupported_if_fails
 from app.progress import report_step
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def load_runner(
     device = device_of(config.model)
     check_kv_device(config, device)
     if device.type == "cuda" and gpu_share < 1:
-        warn_of_turns(gpu_share)
+        warn_without_mps(gpu_share)
     load = partial(_with_memory, num_threads=num_threads, gpu_share=gpu_share, group=group, keeps_all=keeps_all)
     if not TritonAttention.fits(device):
         check_backend_on_cpu(config.model)
@@ -124,7 +124,7 @@ def _with_memory(
     keeps_all: bool,
 ) -> LoadedRunner:
     """Load the draft model, if any, and allocate KV memory for both models."""
-    of_draft = config.of_draft_model
+    of_draft = config.draft_model_config
     draft = None if of_draft is None else _load(of_draft, None)
     if draft is None and not keeps_all:  # a draft model uses the same block ids, so no blocks may be freed early
         model = model.with_window_groups()
@@ -144,21 +144,21 @@ def _with_memory(
     if group is not None:
         num_blocks = group.minimum(num_blocks)
     of_block = block_bytes(config.cache, model.in_block, dtype=model.dtype) + draft_bytes
-    with _taking_memory_of(model.device, config.cache, num_blocks * of_block + num_state_bytes):
+    with _allocating_on(model.device, config.cache, num_blocks * of_block + num_state_bytes):
         loaded = _with_kv_memory(config, model, num_blocks, num_threads)
         if of_draft is None or draft is None:
             return loaded
         return replace(loaded, draft=_with_kv_memory(of_draft, draft, num_blocks, num_threads))
 
 
-def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int) -> AbstractContextManager[None]:
+def _allocating_on(device: torch.device, config: CacheConfig, num_bytes: int) -> AbstractContextManager[None]:
     """Return a context manager for the allocation of KV memory and state slots, which explains a lack of memory."""
     if device.type != "cpu":
-        return refusing_to_run_short(
+        return explaining_out_of_memory(
             "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction if num_blocks is not set"
         )
     setting = "memory_gib" if config.num_blocks is None else "num_blocks"
-    return taking_host_memory(
+    return allocating_host_memory(
         f"cache.{setting}={getattr(config, setting):.15g}: KV memory takes",
         num_bytes,
         f"set a smaller engine.cache.{setting}, or raise the limit of the container",
@@ -237,7 +237,7 @@ def load_model(
         config=config, location=location, device=device_of(config), dtype=chosen.dtype, block_size=block_size,
         cache=checks, group=group,
     )  # fmt: skip
-    with refusing_what_fails(config.path, group):
+    with unsupported_if_fails(config.path, group):
         return _load_in_first_implementation(source, chosen, check_states)
 
 
@@ -272,7 +272,7 @@ def _check_before_weights(source: ModelSource, check_states: CheckStates | None)
     if source.whole.get_text_config() is not source.whole and folder.is_dir():
         module = module_without_weights(source, source.dtype)
         tied = getattr(module, "all_tied_weights_keys", None) or {}
-        check_files_of_text(source.config.path, folder, source.whole, module.state_dict().keys() - set(tied))
+        check_text_weights(source.config.path, folder, source.whole, module.state_dict().keys() - set(tied))
     if source.layers_with_states and check_states is not None and source.device.type == "cpu":
         check_states(TransformersModel.planned(replace(source, device=torch.device("meta"))).states)
 

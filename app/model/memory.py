@@ -122,14 +122,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def loading_weights() -> Iterator[None]:
-    """Wrap the load of a model's weights, and report progress. Raises TooLittleMemory like `refusing_to_run_short`."""
+    """Wrap the load of a model's weights, and report progress. Raises TooLittleMemory."""
     report_step("loading the weights")
-    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+    with explaining_out_of_memory("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         yield
 
 
 @contextmanager
-def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
+def explaining_out_of_memory(doing: str, fix: str) -> Iterator[None]:
     """Wrap work at a replica's startup to explain a lack of memory.
 
     Raises TooLittleMemory, with the allocator's message and the fix, if the device runs out of memory.

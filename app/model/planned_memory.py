@@ -28,7 +28,7 @@ from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import block_bytes, num_state_slots
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds, state_bytes
-from app.model.source import ModelSource, refusing_what_fails
+from app.model.source import ModelSource, unsupported_if_fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def planned_cpu_memory(
     if adapters.rank > MAX_RANK:
         raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is supported")
     model = planned_native_model(config)
-    draft = config.of_draft_model
+    draft = config.draft_model_config
     planned = _planned(config, model, keeps_all=has_peers)
     loaded = adapters.number * AdaptedModel.of(model.weights).adapter_bytes(adapters.rank)
     planned = replace(planned, needs=replace(planned.needs, adapters=loaded))
@@ -118,7 +118,7 @@ def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceM
 
 def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
     """Return the bytes of weights, KV memory and the largest step, including those of a draft model."""
-    cache, of_draft = config.cache, config.of_draft_model
+    cache, of_draft = config.cache, config.draft_model_config
     try:
         planned = _planned_by_cache(config, keeps_all=has_peers)
         planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft, keeps_all=True))
@@ -157,7 +157,7 @@ def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory
 def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> CudaModel | TransformersModel:
     """Build a model, or one rank's part, on the meta device, without weights. Prefers our decoder for CUDA."""
     source = _source(config, dtype)
-    with refusing_what_fails(config.model.path):
+    with unsupported_if_fails(config.model.path):
         own = TransformersModel.planned(source, num_ranks=num_ranks)
     reason = CudaModel.why_not(source, own)
     if config.model.quantization == "fp8" and reason is not None:
@@ -170,7 +170,7 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
 def planned_native_model(config: EngineConfig) -> NativeModel:
     """Build the model for the C++ decoder, without weights. Raises UnsupportedModel if it is not supported."""
     source = _source(config, _dtype_on_cpu(config))
-    with refusing_what_fails(config.model.path):
+    with unsupported_if_fails(config.model.path):
         return NativeModel.planned(source, TransformersModel.planned(source))
 
 
@@ -197,7 +197,7 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 
 def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = False) -> PlannedMemory:
     """keeps_all: whether blocks behind windows are kept, as tiers and draft models require anyway."""
-    if not (keeps_all or config.cache.tiers or config.of_draft_model):
+    if not (keeps_all or config.cache.tiers or config.draft_model_config):
         model = model.with_window_groups()
     block_size, model_info = config.cache.block_size, model.model_info
     pool = BlockPool.of(model_info, config.scheduler, num_blocks=0, block_size=block_size)

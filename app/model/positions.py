@@ -38,7 +38,7 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
             part.rope_type = kinds | dict.fromkeys(dict(following), fixed)
 
 
-def why_places_matter(module: PreTrainedModel, max_model_len: int) -> str | None:
+def why_indices_matter(module: PreTrainedModel, max_model_len: int) -> str | None:
     """Return why queries depend on a token's index in the forward pass instead of its position, in words, or None.
 
     transformers' Llama 4 scales queries this way in layers without rotary positions, but only beyond a length that

@@ -79,7 +79,7 @@ def loading_options(quantised: Quantised, device: torch.device) -> dict[str, Any
     return {"device_map": {"": device}} if device.type == "cuda" else {}
 
 
-def can_be_multiplied(weight: torch.Tensor, scales: torch.Tensor | None, block: tuple[int, int] | None) -> bool:
+def can_dequantise(weight: torch.Tensor, scales: torch.Tensor | None, block: tuple[int, int] | None) -> bool:
     """Return whether `multiplied_out` supports these tensors."""
     return scales is not None and weight.dtype in _EIGHT_BITS and _sizes(weight, scales, block) is not None
 
@@ -93,7 +93,7 @@ def multiplied_out(
     scales: a single scale, one for each row, or one for each block.
     """
     sizes = _sizes(weight, scales, block)
-    assert sizes is not None, "`can_be_multiplied` must have returned True"
+    assert sizes is not None, "`can_dequantise` must have returned True"
     factors = _as_matrix(scales).float().repeat_interleave(sizes[1], dim=1)[:, : weight.shape[1]]
     result = torch.empty_like(weight, dtype=dtype)
     for first in range(0, len(weight), ROWS_AT_ONCE):

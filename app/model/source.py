@@ -23,7 +23,7 @@ from app.model.cpu.stored_matrix import can_be_stored
 from app.model.cpu.weights import why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.description import read_config
-from app.model.foreseen import STATES_NOT_COMPUTED
+from app.model.foreseen import UNSUPPORTED_RECURRENCES
 from app.model.gguf.manifest import Manifest, manifest_in
 from app.model.gpu_backends import BackendFailed
 from app.model.language_model import language_class, language_config, plain_names
@@ -64,7 +64,7 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextmanager
-def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[None]:
+def unsupported_if_fails(path: str, group: RankGroup | None = None) -> Iterator[None]:
     """Wrap code that inspects or loads a model. Turns unexpected errors into UnsupportedModel.
 
     CarouselError, BackendFailed and failures of the machine are raised unchanged.
@@ -119,8 +119,8 @@ class ModelSource:
             language_class(found)
         except ValueError as error:
             raise UnsupportedModel(f"{path} ({name}) {error}") from error
-        if name in STATES_NOT_COMPUTED:
-            raise UnsupportedModel(f"{path} ({name}) {not_computed(STATES_NOT_COMPUTED[name])}")
+        if name in UNSUPPORTED_RECURRENCES:
+            raise UnsupportedModel(f"{path} ({name}) {unsupported_recurrence(UNSUPPORTED_RECURRENCES[name])}")
         kinds = [
             f"{kind} ({_OTHER_LAYERS[kind]})" if kind in _OTHER_LAYERS else kind
             for kind in sorted(_layer_types(found) - _SERVABLE_LAYERS)
@@ -223,7 +223,7 @@ class ModelSource:
         check_divisible(shared_numbers(self.found), size, of=self.config.path)
 
 
-def not_computed(recurrence: str) -> str:
+def unsupported_recurrence(recurrence: str) -> str:
     """Return the predicate of the error message for a model with this unsupported recurrence."""
     return (
         f"has recurrent layers that are not supported: {recurrence}. Short convolutions, the gated delta rule, "

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from app.errors import Unavailable, described
 from app.usage.counter import UsageCounter
-from app.usage.journal import Remains, UsageJournal, processes, remains
+from app.usage.journal import DeadJournal, UsageJournal, processes, remains
 from app.usage.records import Limits, Owner, UsageAnswer, UsageReport
 from app.usage.shares import LEASE_S
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 HURRY_S = 0.1  # minimum time between two reports when one is requested early
-REMAINS_EVERY = 5  # number of periods between two searches for journals of dead processes
+PERIODS_BETWEEN_SCANS = 5  # number of periods between two searches for journals of dead processes
 SILENCE_S = 5.0  # once the owner has been silent for this long, no more allowance is expected from other processes
 _TIMEOUT_S = 5.0
 
@@ -85,19 +85,19 @@ class UsageExchange:
         self._folder = folder
         self._reporter = UsageReporter(counter, limits, clock=clock)
         self._hurried = asyncio.Event()
-        limits.on_hurry(self._hurried.set)
+        limits.on_report_request(self._hurried.set)
         self._num_failures = 0
 
     async def run(self) -> NoReturn:
         """Exchange reports and answers until cancelled. Failures are logged and retried."""
         await self.open_journal()
         while True:
-            for _ in range(REMAINS_EVERY):
-                await self._without_failing(self.exchange)
-                await self._pass_period()
-            await self._without_failing(self.report_remains)
+            for _ in range(PERIODS_BETWEEN_SCANS):
+                await self._log_failures(self.exchange)
+                await self._wait_for_period()
+            await self._log_failures(self.report_remains)
 
-    async def _pass_period(self) -> None:
+    async def _wait_for_period(self) -> None:
         """Wait for the next period. Meanwhile, exchange limits whenever an early report is requested."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + PERIOD_S
@@ -108,7 +108,7 @@ class UsageExchange:
                     await self._hurried.wait()
             except TimeoutError:
                 return
-            await self._without_failing(self.exchange_limits)
+            await self._log_failures(self.exchange_limits)
             await asyncio.sleep(HURRY_S)
 
     async def open_journal(self) -> None:
@@ -130,11 +130,11 @@ class UsageExchange:
     async def exchange(self) -> None:
         """Report usage and limits, and apply the answer. Raises the errors of `_send`; the next call will retry."""
         counter, journal = self._counter, self._counter.journal
-        goes_on, next_file = False, None
+        switches_file, next_file = False, None
         if journal is not None and (counter.begins_report or not journal.has_file):
-            goes_on, next_file = True, await self._file_of(journal, counter.number + counter.begins_report)
+            switches_file, next_file = True, await self._file_of(journal, counter.number + counter.begins_report)
         report = self._reported(with_usage=True)
-        if journal is not None and goes_on and (before := journal.switch_to(next_file)) is not None:
+        if journal is not None and switches_file and (before := journal.switch_to(next_file)) is not None:
             await asyncio.to_thread(os.close, before)
         await self._exchange(report)
 
@@ -173,7 +173,7 @@ class UsageExchange:
             finally:
                 await asyncio.to_thread(dead.close)
 
-    async def _report(self, dead: Remains) -> None:
+    async def _report(self, dead: DeadJournal) -> None:
         for report in await asyncio.to_thread(dead.reports):
             await self._send(report)
         await asyncio.to_thread(dead.forget)
@@ -189,7 +189,7 @@ class UsageExchange:
         except TimeoutError:
             raise Unavailable(f"the batches process did not answer within {_TIMEOUT_S:g} s") from None
 
-    async def _without_failing(self, step: Callable[[], Awaitable[None]]) -> None:
+    async def _log_failures(self, step: Callable[[], Awaitable[None]]) -> None:
         num_usual = 10  # about this many failures are normal while the owner is starting
         try:
             await step()

@@ -82,7 +82,7 @@ class UsageJournal:
         os.close(self._lock)
 
 
-class Remains:
+class DeadJournal:
     """The journal of a dead process, which may contain unreported usage. Only one process at a time can open it."""
 
     def __init__(self, folder: Path, process: str, lock: int) -> None:
@@ -115,10 +115,10 @@ def processes(folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(_LOCK_SUFFIX) for path in folder.glob(f"*{_LOCK_SUFFIX}"))
 
 
-def remains(folder: Path, process: str) -> Remains | None:
+def remains(folder: Path, process: str) -> DeadJournal | None:
     """Return a dead process's journal; None if the process lives or another one reads it. The caller must close it."""
     lock = take_lock(folder / (process + _LOCK_SUFFIX))
-    return None if lock is None else Remains(folder, process, lock)
+    return None if lock is None else DeadJournal(folder, process, lock)
 
 
 def _path(folder: Path, process: str, number: int) -> Path:

@@ -192,7 +192,7 @@ class Limits(Protocol):
     def takes_slack(self) -> bool:
         """Whether this process receives a part of the amount that no process requests."""
 
-    def on_hurry(self, hurry: Callable[[], None]) -> None:
+    def on_report_request(self, request_report: Callable[[], None]) -> None:
         """Set the function to call when a report should be sent before the end of the period."""
 
     def changes(self, keys: Iterable[str] | None) -> LimitChanges:

@@ -62,7 +62,7 @@ class _Limit:
     spare: float | None = None  # the bucket's unassigned amount; None before it is first counted
     counted_at: float = 0.0
     # Until this time, all members are asked to report the limit, because a process held less than its part.
-    moves_until: float = 0.0
+    changing_until: float = 0.0
 
 
 class _Table:
@@ -234,7 +234,7 @@ class Shares:
         self._table = _Table()
         # Budget amounts that running requests have reserved, by key and process, without zeros.
         self._reserved: defaultdict[str, dict[str, BudgetTotals]] = defaultdict(dict)
-        self._moving: dict[LimitId, _Limit] = {}  # limits whose parts are changing, in the order of `moves_until`
+        self._moving: dict[LimitId, _Limit] = {}  # limits whose parts are changing, in the order of `changing_until`
 
     def answer(self, report: UsageReport, answer: UsageAnswer) -> UsageAnswer:
         """Complete the ledger's answer to a report with the process's parts and the other processes' reservations."""
@@ -343,13 +343,13 @@ class Shares:
 
     def _move(self, limit_id: LimitId, limit: _Limit) -> None:
         """Mark a limit as changing, so that its members are asked to report it even if it is unchanged there."""
-        limit.moves_until = self._clock() + _MOVING_S
+        limit.changing_until = self._clock() + _MOVING_S
         self._moving.pop(limit_id, None)
         self._moving[limit_id] = limit
 
     def _moving_keys(self, process: str, now: float) -> set[str]:
         """Return the keys of this process's limits whose parts are changing."""
-        for limit_id in list(takewhile(lambda each: now > self._moving[each].moves_until, self._moving)):
+        for limit_id in list(takewhile(lambda each: now > self._moving[each].changing_until, self._moving)):
             del self._moving[limit_id]
         return {limit_id.key for limit_id, limit in self._moving.items() if process in limit.members}
 

@@ -69,7 +69,7 @@ class WebhookUrl:
         return self.scheme == "https" and self.port in PUBLIC_PORTS
 
 
-class AddressGate:
+class AddressPolicy:
     """Allows messages to public addresses over https, and to allowed networks over http or https."""
 
     def __init__(self, allowed_networks: Iterable[str], *, is_operators: bool = False) -> None:
@@ -116,7 +116,7 @@ def is_public(address: Address) -> bool:
     return address in _GLOBAL_IPV6 and not any(address in network for network in _SPECIAL_IPV6)
 
 
-def parse_url(url: str, gate: AddressGate) -> WebhookUrl:
+def parse_url(url: str, gate: AddressPolicy) -> WebhookUrl:
     """Return the parts of a URL. Raises InvalidRequest if the URL is malformed or certainly forbidden."""
     match = _URL.fullmatch(url) if len(url) <= MAX_URL_LENGTH else None
     if match is None:

@@ -18,7 +18,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from app.errors import InvalidRequest
-from app.webhooks.addresses import AddressGate, ForbiddenAddress, WebhookUrl, parse_url
+from app.webhooks.addresses import AddressPolicy, ForbiddenAddress, WebhookUrl, parse_url
 from app.webhooks.receiver import WebhookReceiver
 from app.webhooks.signature import SigningKey
 
@@ -78,8 +78,8 @@ class WebhookClient:
         `tls` verifies the host's certificate and name. The default context trusts the system's certificate authorities.
         """
         self.timeout_s = timeout_s
-        self._gate = AddressGate(allowed_networks)
-        self._operators_gate = AddressGate(allowed_networks, is_operators=True)
+        self._gate = AddressPolicy(allowed_networks)
+        self._operators_gate = AddressPolicy(allowed_networks, is_operators=True)
         self._tls = tls or ssl.create_default_context()
         self._look_up = look_up
         # These are enough threads for all attempts that start while the system waits for a name server, so that a name
@@ -110,7 +110,7 @@ class WebhookClient:
         if not 200 <= status < 300:
             raise DeliveryFailed(f"the receiver answered with {status}", is_final=status == HTTPStatus.GONE)
 
-    async def _status(self, url: WebhookUrl, gate: AddressGate, headers: dict[str, str], body: bytes) -> int:
+    async def _status(self, url: WebhookUrl, gate: AddressPolicy, headers: dict[str, str], body: bytes) -> int:
         try:
             async with (
                 self._session(url, gate) as session,
@@ -126,7 +126,7 @@ class WebhookClient:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise DeliveryFailed(_reason(error)) from None
 
-    def _session(self, url: WebhookUrl, gate: AddressGate) -> aiohttp.ClientSession:
+    def _session(self, url: WebhookUrl, gate: AddressPolicy) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
             ssl=self._tls,
             resolver=_Names(self._look_up, self._threads),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app.config import WebhooksConfig
 from app.errors import InvalidRequest, InvalidSetup
-from app.webhooks.addresses import AddressGate, parse_url
+from app.webhooks.addresses import AddressPolicy, parse_url
 from app.webhooks.signature import SigningKey
 
 
@@ -36,7 +36,7 @@ def check_default(config: WebhooksConfig) -> None:
     try:
         receiver = default_receiver(config)
         if receiver is not None:
-            parse_url(receiver.url, AddressGate(config.allowed_networks, is_operators=True))
+            parse_url(receiver.url, AddressPolicy(config.allowed_networks, is_operators=True))
             SigningKey.parse(receiver.secret)
     except InvalidRequest as error:
         what = "url" if error.param == "webhook.url" else "secret_file"

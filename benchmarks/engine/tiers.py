@@ -60,7 +60,7 @@ class Side:
             raise BenchmarkError(f"--folder {given.folder}: this engine has no tier; the log says why")
         if self.store is not None:
             self.store.wait_until_listed(SETTLE_S)
-            for owner, name in ((fetches, "begin"), (fetches, "collect"), (fetches._pool, "note_findable")):
+            for owner, name in ((fetches, "begin"), (fetches, "collect"), (fetches._pool, "on_cached")):
                 setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:

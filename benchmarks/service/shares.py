@@ -64,7 +64,12 @@ class _Request(NamedTuple):
 
 class _Ingress:
     def __init__(
-        self, config: KeyConfig, clock: Callable[[], float], hurry: Callable[[_Ingress], None], *, first_share: float
+        self,
+        config: KeyConfig,
+        clock: Callable[[], float],
+        request_report: Callable[[_Ingress], None],
+        *,
+        first_share: float,
     ) -> None:
         pools = SharedPools(first_share=first_share, shares_budgets=True)
         self.counter = pools.usage = UsageCounter(clock)
@@ -74,7 +79,7 @@ class _Ingress:
         self.reporter = UsageReporter(self.counter, limits, clock=clock)
         self.begun_at = self.next_at = 0.0  # times of the last and the next exchange
         self.turn = 0  # number of the next exchange; exchanges planned earlier are stale
-        limits.on_hurry(lambda: hurry(self))
+        limits.on_hurry(lambda: request_report(self))
 
 
 class Owner:
@@ -188,7 +193,7 @@ class _Run:
     def _come(self, account: Account, request: _Request, lasts_s: float, until_s: float) -> None:
         """Wait for a slot until `until_s` at most, as `Account.wait_for_slot` does, then ask."""
         slots = account.slots
-        if slots is None or not slots.may_come or self.now >= until_s:
+        if slots is None or not slots.may_receive_slot or self.now >= until_s:
             self._ask(account, self.shared, request, lasts_s)
             return
         account.pools.note_change(account.name)

@@ -27,7 +27,7 @@ from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import EngineWorker, PreparedItem
 from deployments.serve.process import freeze_loaded
-from deployments.threads import AskedThreads, keep_near, keep_waits_for_the_interpreter_short, with_threads
+from deployments.threads import RequestedThreads, pin_to_near_cpus, shorten_gil_switch_interval, with_threads
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class EngineActor:
     If the actor dies, the caller must send the items that have not been returned to another actor.
     """
 
-    def __init__(self, config: EngineConfig, threads: AskedThreads, replicas: ReplicasConfig = ONE_DEVICE) -> None:
+    def __init__(self, config: EngineConfig, threads: RequestedThreads, replicas: ReplicasConfig = ONE_DEVICE) -> None:
         """`threads` lists `model.num_threads` for every rank of every engine in the run, including this engine."""
         self._config, self._threads, self._replicas = config, threads, replicas
         self._worker: EngineWorker | None = None
@@ -180,12 +180,12 @@ class EngineActor:
     def load(self) -> ModelInfo:
         """Load the model. Raises InvalidSetup. If `__init__` raised it, Ray would only report a dead actor."""
         config = with_threads(self._config, self._threads, num_ranks=self._replicas.tensor_parallel)
-        keep_near(self._threads, self._replicas)
+        pin_to_near_cpus(self._threads, self._replicas)
         engine = build_sync_engine(config, self._replicas)
         model = config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
         self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.model_info))
-        keep_waits_for_the_interpreter_short()
+        shorten_gil_switch_interval()
         freeze_loaded()
         return engine.model_info
 

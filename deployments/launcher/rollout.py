@@ -27,7 +27,7 @@ from deployments.chat import DEFAULT_URL
 from deployments.launcher.checks import check_port
 from deployments.launcher.terminal import StatusLines
 from deployments.ray_internals import deploy
-from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
+from deployments.serve.settings import ServeFile, read_serve_file, requested_threads
 from deployments.threads import excess
 
 READY = "ready"
@@ -37,7 +37,7 @@ SERVICE = "the HTTP service"
 def roll_out(path: Path, lines: StatusLines) -> NoReturn:
     """Deploy the config, then report changes until a signal arrives. Raises InvalidSetup if an application fails."""
     config = read_serve_file(path)
-    too_many = excess([each for application in config.applications.values() for each in asked_threads(application)])
+    too_many = excess([each for application in config.applications.values() for each in requested_threads(application)])
     if too_many:
         _say(f"Warning: {too_many}")
     check_gpus(config)

@@ -16,7 +16,7 @@ from typing import get_args
 
 from app.config import EngineConfig, KvType, ServedModelConfig
 from app.errors import CarouselError, InvalidSetup
-from app.model.foreseen import check_can_be_asked
+from app.model.foreseen import check_hub_is_reachable
 from deployments.cli import above_zero, positive
 from deployments.launcher.trial import named_model
 from deployments.plan.cards import card_of
@@ -48,7 +48,7 @@ def _memory(options: argparse.Namespace) -> None:
         raise InvalidSetup("--draft-model is only supported for CPUs: GPUs do not support speculation")
     models = [named_model(model) for model in (options.model, options.draft_model) if model is not None]
     for model in models:
-        check_can_be_asked(model)
+        check_hub_is_reachable(model)
     # Imported late, because mistakes should be reported without waiting seconds for torch.
     from app.model.planned_memory import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of

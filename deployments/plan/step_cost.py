@@ -27,7 +27,7 @@ from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import ModelInfo, Request, SamplingParams, TokenDelta
 from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
-from deployments.threads import keep_waits_for_the_interpreter_short
+from deployments.threads import shorten_gil_switch_interval
 
 _FORMAT = 3
 _MIN_STEPS = 100  # the fit has about ten parameters
@@ -249,7 +249,7 @@ def measure(
     Raises InvalidSetup if the model cannot be loaded as configured, a request in the trace is too long, or steps are so
     slow that too few were measured.
     """
-    keep_waits_for_the_interpreter_short()  # as replicas do
+    shorten_gil_switch_interval()  # as replicas do
     largest = config.scheduler.model_copy(
         update={name: max(getattr(each, name) for each in settings) for name in ("max_running", "max_step_tokens")}
     )

@@ -21,11 +21,11 @@ from deployments.serve.settings import (
     BATCHES_CPUS,
     INGRESS_CPUS,
     Mistakes,
-    asked_threads,
     check,
     max_ingress_requests,
     max_replica_requests,
     mistakes_of_model,
+    requested_threads,
 )
 
 _IN_COMMON: Any = {
@@ -51,7 +51,7 @@ def build(args: ApplicationConfig) -> Application:
     if mistakes:
         raise InvalidSetup("\n".join(mistakes))
     models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
-    threads = asked_threads(args)
+    threads = requested_threads(args)
     replicas = {model.name: _replica_deployment(model, args.ingress).bind(model, threads) for model in models}
     paths = {model.name: model.engine.model.path for model in models}
     args = _at_absolute_paths(args)

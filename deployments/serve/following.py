@@ -47,7 +47,7 @@ class FeedChange:
     taken: dict[int, int] = field(default_factory=dict)  # bytes that readers have consumed
     closed: list[int] = field(default_factory=list)
 
-    def tell_again(self, failed: FeedChange) -> None:
+    def requeue(self, failed: FeedChange) -> None:
         """Add a change that may not have arrived. The readers that it opened have failed, so they are closed."""
         for reader_id, num_bytes in failed.taken.items():
             self.taken[reader_id] = self.taken.get(reader_id, 0) + num_bytes
@@ -241,7 +241,7 @@ class Following:
                     for reader_id in change.opened.keys() & self._readers.keys():
                         self._readers[reader_id].put(error)
                     if self._streaming is not None:
-                        self._change.tell_again(change)
+                        self._change.requeue(change)
                         await asyncio.wait({self._streaming}, timeout=RETRY_S)
         finally:
             self._sending = None
@@ -255,7 +255,7 @@ class _Receiving:
         self._data: list[bytes] = []
         self._end: AnswerEnd | CarouselError | None = None
         self._news: asyncio.Future[None] | None = None
-        self._num_untold = 0
+        self._num_unreported = 0
 
     def put(self, content: bytes | AnswerEnd | CarouselError | None) -> None:
         """Add bytes that have arrived, or the end of the answer."""
@@ -281,8 +281,8 @@ class _Receiving:
 
     def take(self, num_bytes: int) -> int:
         """Record bytes that the reader has consumed. Returns the number to report now, or 0 if there are only few."""
-        self._num_untold += num_bytes
-        if self._num_untold < WINDOW_BYTES // 2:
+        self._num_unreported += num_bytes
+        if self._num_unreported < WINDOW_BYTES // 2:
             return 0
-        told, self._num_untold = self._num_untold, 0
+        told, self._num_unreported = self._num_unreported, 0
         return told

@@ -73,7 +73,7 @@ class Ingress(Sender):
         freeze_loaded()
         collect_in_pieces()
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
-        self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
+        self._handing_over = asyncio.create_task(to_ray.export_forever())
         return build_app(
             handler,
             self._is_ready,

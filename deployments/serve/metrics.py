@@ -247,8 +247,8 @@ class MetricsCollector:
                 self._known[name].learn_later(each)
             self._known_senders.learn_later(later.senders)
         for name, each_known in self._known.items():
-            each_known.note_present(self._present[name])
-        self._known_senders.note_present(senders)
+            each_known.set_running(self._present[name])
+        self._known_senders.set_running(senders)
         return answers.num_missing
 
 

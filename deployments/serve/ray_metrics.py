@@ -67,7 +67,7 @@ class RayMetrics:
         self._handed: dict[tuple[str, tuple[str, ...]], float] = {}  # last exported value, by sample name and labels
         self._made: dict[str, Any] = {}  # Ray's metrics, by name
 
-    async def hand_over_for_ever(self) -> None:
+    async def export_forever(self) -> None:
         """Call `hand_over` every ten seconds. Logs errors, and never returns."""
         while True:
             await asyncio.sleep(_EVERY_S)

@@ -32,13 +32,13 @@ from deployments.serve.process import collect_later, freeze_loaded, log_where_se
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import apply_override, groups_of
 from deployments.serve.transport import OVERRIDE, FramesFrom, GossipAnswer
-from deployments.threads import AskedThreads, keep_near, keep_waits_for_the_interpreter_short, with_threads
+from deployments.threads import RequestedThreads, pin_to_near_cpus, shorten_gil_switch_interval, with_threads
 
 
 class Replica(StopsWithServe):
     """A Serve actor that runs one engine."""
 
-    def __init__(self, model: ServedModelConfig, threads: AskedThreads) -> None:
+    def __init__(self, model: ServedModelConfig, threads: RequestedThreads) -> None:
         """Load the weights and start the engine. `threads` lists `num_threads` of all the application's engines.
 
         Raises InvalidSetup if the model cannot be served as configured.
@@ -53,7 +53,7 @@ class Replica(StopsWithServe):
         self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
         config = with_threads(model.engine_with_adapters, threads, num_ranks=model.replicas.tensor_parallel)
-        keep_near(threads, model.replicas)
+        pin_to_near_cpus(threads, model.replicas)
         self._engine = build_engine(config.with_setting("scheduler", self._tuned), model.replicas)
         self._engine.prepare_for_grammars()
         self._table = self._configured_adapters(model.adapters)
@@ -64,12 +64,12 @@ class Replica(StopsWithServe):
         freeze_loaded()
         progress.report_step(progress.JOINING)
         if model.replicas.num_gpus > 0:  # without a GPU, on two CPU cores, short waits cost 10% of the throughput
-            keep_waits_for_the_interpreter_short()
+            shorten_gil_switch_interval()
         self._loop = LoopMonitor()
         # Serve calls the constructor on the event loop. Finding a stall's cause would interrupt the engine's thread.
         self._loop.start(names_causes=False)
         to_ray = RayMetrics(lambda: families_of_engine(model.name, self._engine_report()))
-        self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
+        self._handing_over = asyncio.create_task(to_ray.export_forever())
 
     async def reconfigure(self, user_config: object, rank: ReplicaRank) -> None:
         """Apply a `user_config` and a rank. Serve calls this after construction and whenever one of them changes.

@@ -262,7 +262,7 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
         raise InvalidSetup("\n".join(mistakes)) from None  # the cause would reveal the file's contents
 
 
-def asked_threads(config: ApplicationConfig) -> list[int | None]:
+def requested_threads(config: ApplicationConfig) -> list[int | None]:
     """Return `model.num_threads` for every rank of all engines that may run, except simulated engines."""
     models = [model for model in config.models if model.engine.model.simulated is None]
     return [

@@ -51,5 +51,5 @@ def collected_as_served() -> None:
 def _asks_again_soon() -> Iterator[None]:
     """A client asks for a stored answer again in a moment while a new process opens the folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.api.endpoints.stored_responses._ASK_AGAIN_S", 0.01)
+        patch.setattr("app.api.endpoints.stored_responses._RETRY_PAUSE_S", 0.01)
         yield

@@ -174,7 +174,7 @@ def sharing(num_here: int, *, of: int) -> tuple[Account, Slots, list[None]]:
     """An account that shares its slots with others; the list gets one more whenever the owner should soon be told."""
     hurried: list[None] = []
     pools = SharedPools(first_share=0.5)
-    pools.hurry = lambda: hurried.append(None)
+    pools.request_report = lambda: hurried.append(None)
     account = Account(KeyConfig.model_validate(entry(max_concurrency=of)), FakeClock(), pools)
     assert account.slots is not None
     account.slots.set_share(Share(num_here))

@@ -205,7 +205,7 @@ async def test_its_client_waits_for_the_process_that_follows(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     gate, process, clock = Gated(tokenizer), DyingProcess(), FakeClock()
-    monkeypatch.setattr("app.api.endpoints.stored_responses._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr("app.api.endpoints.stored_responses._OPENING_S", 0.0)
     monkeypatch.setattr("app.api.endpoints.stored_responses.time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
@@ -231,7 +231,7 @@ async def test_its_client_waits_for_the_process_that_follows(
 
 async def test_it_does_not_wait_for_ever(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, process = Gated(tokenizer), DyingProcess(is_dead=True)
-    monkeypatch.setattr("app.api.endpoints.stored_responses._NEXT_PROCESS_S", 0.0)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._RESTART_TIMEOUT_S", 0.0)
     monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         answer = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})
@@ -244,7 +244,7 @@ async def test_a_reader_that_leaves_while_the_process_is_gone_is_waited_for_no_l
 ) -> None:
     gate, process = Gated(tokenizer), DyingProcess()
     gate.open()
-    monkeypatch.setattr("app.api.endpoints.stored_responses._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._RETRY_PAUSE_S", 0.001)
     monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         response_id = (await ask(app, "POST", "/v1/responses", {"input": "Hi"} | STREAM)).events[0]["response"]["id"]
@@ -831,7 +831,7 @@ async def test_a_token_takes_little_more_than_its_text_on_the_disk(tokenizer: To
 async def test_readers_hear_of_it_when_the_task_of_an_answer_dies(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.endpoints.stored_responses._NEXT_PROCESS_S", 0.0)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._RESTART_TIMEOUT_S", 0.0)
     gate = Gated(tokenizer)
 
     def broken(*_: object) -> None:

@@ -13,8 +13,8 @@ from app.config import ApplicationConfig, EngineConfig, ModelConfig, ReplicasCon
 from app.cores import NearCpus
 from app.errors import InvalidSetup
 from deployments import threads
-from deployments.serve.settings import asked_threads
-from deployments.threads import excess, keep_near, with_threads
+from deployments.serve.settings import requested_threads
+from deployments.threads import excess, pin_to_near_cpus, with_threads
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(*models: dict[str, Any]) -> list[int | None]:
     named = [{"name": f"m{number}", **model} for number, model in enumerate(models)]
-    return asked_threads(ApplicationConfig.model_validate({"models": named}))
+    return requested_threads(ApplicationConfig.model_validate({"models": named}))
 
 
 def num_threads(asked: list[int | None], *, own: int | None = None) -> int | None:
@@ -68,7 +68,7 @@ def cpus_of_engines(number: int, asked: int, replicas: ReplicasConfig = ONE_DEVI
     """Where each of so many engines is, of threads that begin when it is there."""
 
     def engine() -> set[int]:
-        keep_near([None] * asked, replicas)
+        pin_to_near_cpus([None] * asked, replicas)
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(os.sched_getaffinity, 0).result()
 

@@ -255,7 +255,7 @@ def begin_of_token(passed: Sequence[Passed], sent: Sequence[int]) -> int | None:
 
 # They run beside all requests: the connection is held open, the loop's pauses are measured, metrics are handed over.
 BACKGROUND = {
-    "FrameReader._check_silence", "LoopMonitor._beat", "IngressSession._beat", "RayMetrics.hand_over_for_ever",
+    "FrameReader._check_silence", "LoopMonitor._beat", "IngressSession._beat", "RayMetrics.export_forever",
     "ReplicaConnection._hold", "ReplicaConnection._keep_open",
 }  # fmt: skip
 

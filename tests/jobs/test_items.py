@@ -18,8 +18,8 @@ from app.jobs.items import (
     RowSettings,
     check,
     has_question,
+    id_of,
     item_of,
-    own_id,
     read_items,
     row_from_cells,
     row_from_fields,
@@ -129,9 +129,9 @@ def test_a_broken_line_is_a_row_named_by_its_place(line: bytes) -> None:
 
 
 def test_only_texts_and_whole_numbers_are_ids() -> None:
-    assert own_id({"custom_id": "a", "id": "b"}) == "a"
-    assert own_id({"custom_id": "", "id": 0}) == "0"
-    assert [own_id({"id": value}) for value in (None, True, 1.5, [], "x" * 513)] == [None] * 5
+    assert id_of({"custom_id": "a", "id": "b"}) == "a"
+    assert id_of({"custom_id": "", "id": 0}) == "0"
+    assert [id_of({"id": value}) for value in (None, True, 1.5, [], "x" * 513)] == [None] * 5
 
 
 def test_a_row_asks_something_when_it_has_the_column_of_the_run() -> None:
@@ -157,8 +157,8 @@ def test_a_batch_line_is_passed_on_as_it_stands() -> None:
 
 
 def test_an_id_that_is_a_whole_number_is_one_also_as_a_float() -> None:
-    assert own_id({"id": 1.0}) == "1"
-    assert own_id({"custom_id": float("nan"), "id": -2e3}) == "-2000"
+    assert id_of({"id": 1.0}) == "1"
+    assert id_of({"custom_id": float("nan"), "id": -2e3}) == "-2000"
 
 
 def test_a_plain_row_has_the_defaults_of_the_run_and_a_seed_of_its_id() -> None:

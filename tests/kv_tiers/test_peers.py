@@ -21,7 +21,7 @@ from app.engine.engine import Engine
 from app.engine.prefix import Prefix, label_of_snapshot
 from app.engine.request import Address, PrefixSource
 from app.kv_tiers.folder import header_of
-from app.kv_tiers.peers import MAX_SENT_AT_ONCE, MAX_WANTED_BYTES, BlocksOfPeer, Buffers, PeerServer, Wanted
+from app.kv_tiers.peers import MAX_REQUEST_BYTES, MAX_SENT_AT_ONCE, BlocksOfPeer, BlocksRequest, Buffers, PeerServer
 from app.kv_tiers.tier_store import TierStore
 from tests.kit.engine import Outcome, make_request
 from tests.kit.models import config_of
@@ -46,12 +46,12 @@ def address_of(side: Side) -> Address:
     return address
 
 
-def wanted(num_blocks: int, *, num_before: int = 0, salt: str = "salt", namespace: bytes = NAMESPACE) -> Wanted:
+def wanted(num_blocks: int, *, num_before: int = 0, salt: str = "salt", namespace: bytes = NAMESPACE) -> BlocksRequest:
     token_ids = array("q", [place for place in range(num_blocks) for _ in range(SIZE)])
-    return Wanted(namespace, salt, token_ids.tobytes(), num_before)
+    return BlocksRequest(namespace, salt, token_ids.tobytes(), num_before)
 
 
-def received(address: Address, question: Wanted, *, num_bytes: int = 64) -> list[int]:
+def received(address: Address, question: BlocksRequest, *, num_bytes: int = 64) -> list[int]:
     """The values that fill each block that comes."""
     values: list[int] = []
     with closing(BlocksOfPeer(address, question)) as blocks:
@@ -74,7 +74,7 @@ def test_the_blocks_of_a_prefix_come_as_far_as_they_are_there(side: Side) -> Non
 
 
 @pytest.mark.parametrize("question", [wanted(3, salt="another"), wanted(3, namespace=b"another"), wanted(0)])
-def test_nothing_comes_for_another_salt_or_model(side: Side, question: Wanted) -> None:
+def test_nothing_comes_for_another_salt_or_model(side: Side, question: BlocksRequest) -> None:
     assert received(address_of(side), question) == []
 
 
@@ -101,7 +101,7 @@ def test_memory_that_is_given_up_is_not_sent(side: Side) -> None:
     [
         b"",
         b"\0\0",
-        (MAX_WANTED_BYTES + 1).to_bytes(4, "big"),
+        (MAX_REQUEST_BYTES + 1).to_bytes(4, "big"),
         (5).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1\xc1",
         (3).to_bytes(4, "big") + b"\x91\xc0\xc0",
     ],
@@ -189,7 +189,7 @@ def side_with_states(tmp_path: Path) -> Iterator[Side]:
     made.store.close()
 
 
-def received_behind_snapshot(address: Address, question: Wanted) -> tuple[int, set[int], int]:
+def received_behind_snapshot(address: Address, question: BlocksRequest) -> tuple[int, set[int], int]:
     """Tokens before the snapshot, the values in the snapshot, and how many blocks come behind it."""
     buffers = Buffers(memoryview(bytearray(64)), memoryview(bytearray(STATE_BYTES)))
     with closing(BlocksOfPeer(address, question)) as blocks:
@@ -261,7 +261,7 @@ def test_a_server_that_is_closed_takes_no_more(side: Side) -> None:
 
 def test_a_question_of_a_later_version_is_understood() -> None:
     later = msgspec.msgpack.encode((NAMESPACE, "salt", b"", 1, "new"))
-    assert msgspec.msgpack.decode(later, type=Wanted) == Wanted(NAMESPACE, "salt", b"", 1)
+    assert msgspec.msgpack.decode(later, type=BlocksRequest) == BlocksRequest(NAMESPACE, "salt", b"", 1)
 
 
 def test_a_host_that_is_not_ours_is_an_error(side: Side) -> None:
@@ -325,7 +325,7 @@ def test_what_was_slow_once_is_tried_again(side: Side, monkeypatch: pytest.Monke
     request = make_request()
     side.store._measure(None, 10.0)
     assert side.store.expected_s(3, request) == 30.0
-    monkeypatch.setattr("app.kv_tiers.tier_store.MEASURED_LIFE_S", -1.0)
+    monkeypatch.setattr("app.kv_tiers.tier_store.MEASUREMENT_TTL_S", -1.0)
     assert side.store.expected_s(3, request) == 0.0
     side.store._measure(None, 1.0)
     monkeypatch.undo()

@@ -48,7 +48,7 @@ class Side:
         self.folder = BlockFolder(path, namespace=NAMESPACE, max_bytes=1 << 20)
         self.store = TierStore(self.folder, lambda: self.memory, namespace=NAMESPACE)
         if not has_states:
-            self.pool.note_findable = self.store.offer
+            self.pool.on_cached = self.store.offer
 
     def fill(self, block: Block, value: int) -> None:
         for tensor in self.tensors:
@@ -133,7 +133,7 @@ def test_freed_prefixes_are_kept_and_fetched_by_another_process(sides: Iterator[
 
 def test_the_blocks_before_one_that_is_offered_are_kept_too(sides: Iterator[Side]) -> None:
     side = next(sides)
-    side.pool.note_findable = None
+    side.pool.on_cached = None
     blocks = side.computed(4)
     names = names_of(blocks)
     prefix = blocks[2].prefix
@@ -214,7 +214,7 @@ def test_a_fetch_ends_at_the_first_block_that_is_not_there(sides: Iterator[Side]
 def test_what_another_process_has_just_written_is_fetched_though_it_is_not_known_yet(
     sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.kv_tiers.tier_store.LIST_AGAIN_S", 3600.0)
+    monkeypatch.setattr("app.kv_tiers.tier_store.RELIST_INTERVAL_S", 3600.0)
     second = next(sides)
     second.store.wait_until_listed(PATIENCE_S)
     first = next(sides)

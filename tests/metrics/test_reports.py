@@ -87,12 +87,12 @@ def test_those_that_are_there_are_not_among_the_others() -> None:
 def test_what_processes_have_counted_that_are_long_gone_is_one_sum() -> None:
     clock = FakeClock()
     known = instance(clock, a=1, b=2, c=4)
-    known.note_present({"c"})
+    known.set_running({"c"})
     clock.advance(GONE_S - 1)
-    known.note_present({"c"})
+    known.set_running({"c"})
     assert len(known.without()) == 3, "others may still have later counts of them"
     clock.advance(1)
-    known.note_present({"c"})
+    known.set_running({"c"})
     assert len(known.without()) == 2
     assert ever(known) == 7
     known.learn({"a": counts(9)})
@@ -103,9 +103,9 @@ def test_one_that_is_missed_and_comes_back_is_not_gone() -> None:
     clock = FakeClock()
     known = instance(clock, a=1)
     for present in (set(), {"a"}, set()):
-        known.note_present(present)
+        known.set_running(present)
         clock.advance(GONE_S - 1)
-    known.note_present(set())
+    known.set_running(set())
     assert known.of(["a"]) == [counts(1)]
 
 
@@ -118,7 +118,7 @@ def test_thousands_of_processes_that_come_and_go_leave_a_bounded_rest() -> None:
         asked, other = (first, second) if generation % 2 else (second, first)
         asked.learn(present)
         sizes.append(tell(asked, other))
-        asked.note_present(present)
+        asked.set_running(present)
         clock.advance(60.0)
     assert max(len(first.without()), len(second.without())) <= 20 * (GONE_S / 60 + 3)
     assert max(sizes[100:]) < 1.5 * sizes[99], "what they tell each other does not grow"
@@ -129,7 +129,7 @@ def test_thousands_of_processes_that_come_and_go_leave_a_bounded_rest() -> None:
 def test_many_that_go_at_once_are_kept_one_by_one_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports_module, "MAX_GONE", 5)
     known = instance(**{f"r{number}": 1 for number in range(50)})
-    known.note_present(())
+    known.set_running(())
     assert len(known.without()) == 5 + 1
     assert ever(known) == 50
 
@@ -137,10 +137,10 @@ def test_many_that_go_at_once_are_kept_one_by_one_up_to_a_limit(monkeypatch: pyt
 def test_an_instance_that_was_never_asked_takes_over_the_sum() -> None:
     clock = FakeClock()
     old, idle = instance(clock, a=1, b=2), instance(clock, a=1)
-    old.note_present({"b"})
+    old.set_running({"b"})
     clock.advance(GONE_S)
     tell(old, idle)
-    old.note_present({"b"})
+    old.set_running({"b"})
     assert ever(old) == 3
     old.beyond(idle.known())
     tell(idle, old)
@@ -155,9 +155,9 @@ def test_an_instance_that_was_never_asked_takes_over_the_sum() -> None:
 def test_one_that_is_only_asked_forgets_what_is_in_the_sum_of_the_one_that_asks() -> None:
     clock = FakeClock()
     asks, is_asked = instance(clock, a=1), instance(clock, a=1)
-    asks.note_present(())
+    asks.set_running(())
     clock.advance(GONE_S)
-    asks.note_present(())
+    asks.set_running(())
     tell(asks, is_asked)
     assert is_asked.known().num_counted == {}
     assert ever(is_asked) == 1
@@ -166,11 +166,11 @@ def test_one_that_is_only_asked_forgets_what_is_in_the_sum_of_the_one_that_asks(
 def test_two_that_have_added_up_different_processes_lose_none() -> None:
     clock = FakeClock()
     one, two = instance(clock, a=1, b=2, c=4), instance(clock, a=1, b=2, c=4)
-    one.note_present({"c"})
-    two.note_present({"a"})
+    one.set_running({"c"})
+    two.set_running({"a"})
     clock.advance(GONE_S)
-    one.note_present({"c"})  # a and b are in its sum
-    two.note_present({"a"})  # b and c
+    one.set_running({"c"})  # a and b are in its sum
+    two.set_running({"a"})  # b and c
     for _ in range(2):
         tell(one, two)
         tell(two, one)
@@ -196,7 +196,7 @@ def test_no_sum_falls_whichever_instance_is_asked_and_whoever_does_not_answer() 
             asked.learn({name: counts(number) for name, number in alive.items() if name not in silent})
             for other in instances:
                 tell(asked, other)
-            asked.note_present(alive.keys())
+            asked.set_running(alive.keys())
             found = sum_counts(asked.without())
             assert found.num_steps >= before, f"seed {seed}, turn {turn}"
             assert found.queue_s.total >= before_s, "the sum of seconds is exact, in whatever order they are added"

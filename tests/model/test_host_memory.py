@@ -9,7 +9,7 @@ import torch
 from app.config import EngineConfig
 from app.errors import InvalidSetup
 from app.model import host_memory
-from app.model.host_memory import check_host_memory, taking_host_memory
+from app.model.host_memory import allocating_host_memory, check_host_memory
 from app.model.loader import load_runner
 
 WORDS = ("KV memory takes", 3 * 2**30, "set a smaller engine.cache.memory_gib")
@@ -30,21 +30,21 @@ def test_more_than_the_machine_and_its_groups_have_is_refused_with_the_numbers(m
     words = r"KV memory takes 3\.00 GiB \(all\), and this machine and its control groups have 2\.00 GiB: set a smaller"
     with pytest.raises(InvalidSetup, match=words):
         check_host_memory(*WORDS, detail=" (all)")
-    with pytest.raises(InvalidSetup, match=r"3\.00 GiB, and"), taking_host_memory(*WORDS):
+    with pytest.raises(InvalidSetup, match=r"3\.00 GiB, and"), allocating_host_memory(*WORDS):
         pytest.fail("it was to be refused before")
 
 
 def test_more_than_is_left_now_is_said_before_it_is_taken(
     machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), taking_host_memory(*WORDS):
+    with caplog.at_level(logging.WARNING), allocating_host_memory(*WORDS):
         assert (
             "KV memory takes 3.00 GiB, and this machine and its control groups have 2.00 GiB available" in caplog.text
         )
     caplog.clear()
     for left in (lambda: 3 * 2**30, lambda: None):
         machine.setattr(host_memory, "available_memory", left)
-        with taking_host_memory(*WORDS):
+        with allocating_host_memory(*WORDS):
             assert not caplog.text
 
 
@@ -52,10 +52,10 @@ def test_what_the_allocator_is_refused_is_told_with_the_numbers_and_other_errors
     machine: pytest.MonkeyPatch,
 ) -> None:
     words = r"3\.00 GiB.* have 4\.00 GiB, but the system refuses"
-    with pytest.raises(InvalidSetup, match=words) as refusal, taking_host_memory(*WORDS):
+    with pytest.raises(InvalidSetup, match=words) as refusal, allocating_host_memory(*WORDS):
         torch.empty(BEYOND_ADDRESSES, dtype=torch.uint8)
     assert "alloc_cpu" not in refusal.value.message
-    with pytest.raises(RuntimeError, match="another"), taking_host_memory(*WORDS):
+    with pytest.raises(RuntimeError, match="another"), allocating_host_memory(*WORDS):
         raise RuntimeError("another")
 
 

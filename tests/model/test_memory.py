@@ -8,9 +8,9 @@ from app.model.memory import (
     GIB,
     GpuMemory,
     MemoryNeeds,
+    explaining_out_of_memory,
     graph_bytes,
     is_out_of_memory,
-    refusing_to_run_short,
 )
 
 NEEDS = MemoryNeeds(weights=15 * GIB, step=3 * GIB, graphs=1 * GIB, workspaces=GIB // 2, context=GIB // 2)
@@ -68,9 +68,9 @@ def test_graphs_take_the_largest_step_and_something_for_each_kernel() -> None:
 
 def test_out_of_memory_at_start_is_refused_and_other_errors_are_not_changed() -> None:
     refused = pytest.raises(InvalidSetup, match=r"too little memory for the weights: CUDA out of memory. Take another")
-    with refused, refusing_to_run_short("the weights", "Take another"):
+    with refused, explaining_out_of_memory("the weights", "Take another"):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(RuntimeError, match="shapes"), refusing_to_run_short("the weights", ""):
+    with pytest.raises(RuntimeError, match="shapes"), explaining_out_of_memory("the weights", ""):
         raise RuntimeError("shapes differ")
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not is_out_of_memory(ValueError("out of memory"))

@@ -16,7 +16,7 @@ from app.model.cpu.library import library
 from app.model.implementations.native_decoder import NativeModel
 from app.model.packed_numbers import Packing
 from app.model.planned_memory import planned_gpu_model
-from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
+from app.model.quantised_checkpoint import Quantised, can_dequantise, multiplied_out
 from tests.kit.models import PROMPT, config_of, load, logits_of
 from tests.tiny_models import build_tiny_model
 
@@ -76,7 +76,7 @@ def save_quantised(
 def test_weights_are_their_numbers_times_the_scales_of_their_blocks(shape, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     numbers, scales = in_blocks(torch.randn(shape), BLOCK, dtype)
-    assert can_be_multiplied(numbers, scales, BLOCK)
+    assert can_dequantise(numbers, scales, BLOCK)
     assert torch.equal(multiplied_out(numbers, scales, BLOCK, torch.float32), plain(numbers, scales, BLOCK))
     assert multiplied_out(numbers, scales, BLOCK, torch.bfloat16).dtype is torch.bfloat16
 
@@ -87,7 +87,7 @@ def test_without_a_size_in_the_config_it_follows_from_the_number_of_scales(shape
     scales = torch.rand(shape)
     matrix = scales if len(shape) == 2 else scales.reshape(-1, 1)
     block = (40 // matrix.shape[0], 24 // matrix.shape[1])
-    assert can_be_multiplied(numbers, scales, None)
+    assert can_dequantise(numbers, scales, None)
     assert torch.equal(multiplied_out(numbers, scales, None, torch.float32), plain(numbers, matrix, block))
 
 
@@ -102,7 +102,7 @@ def test_without_a_size_in_the_config_it_follows_from_the_number_of_scales(shape
     ],
 )
 def test_what_is_not_numbers_times_scales_is_not_multiplied(numbers, scales) -> None:  # type: ignore[no-untyped-def]
-    assert not can_be_multiplied(numbers, scales, None)
+    assert not can_dequantise(numbers, scales, None)
 
 
 FORMS = [

@@ -18,7 +18,7 @@ from app.model.implementations import transformers_code
 from app.model.implementations.native_decoder import NativeModel
 from app.model.implementations.transformers_code import eos_token_ids
 from app.model.inputs import Segments
-from app.model.source import refusing_what_fails
+from app.model.source import unsupported_if_fails
 from tests.kit.models import load, load_native
 from tests.tiny_models import save_random_model
 
@@ -55,7 +55,7 @@ def test_layers_that_keep_a_state_are_refused_by_what_they_compute_whatever_thei
 ) -> None:
     path = save_random_model(tmp_path, model_type, **WITH_A_STATE[model_type])
     monkeypatch.setattr(source, "LAYERS_WITH_STATES", frozenset())
-    monkeypatch.setattr(source, "STATES_NOT_COMPUTED", {})
+    monkeypatch.setattr(source, "UNSUPPORTED_RECURRENCES", {})
     monkeypatch.setattr(source, "_SERVABLE_LAYERS", frozenset({*LINEAR, "conv", "hybrid", "mlp", "moe"}))
     monkeypatch.delattr(attention.ProbeStep, "next_slots")  # nothing computes with states then
     monkeypatch.setattr(NativeModel, "why_not_here", staticmethod(lambda _: "a test"))
@@ -81,7 +81,7 @@ def test_queries_that_are_scaled_by_their_place_in_a_step_are_found_by_the_steps
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_random_model(tmp_path, "llama4_text", floor_scale=4, **LLAMA_4)
-    monkeypatch.setattr(transformers_code, "why_places_matter", lambda *_: None)
+    monkeypatch.setattr(transformers_code, "why_indices_matter", lambda *_: None)
     with pytest.raises(UnsupportedModel, match=r"of a later piece of a prompt, .* the output differs by"):
         load(path)
 
@@ -129,9 +129,9 @@ def test_an_error_with_words_of_its_own_is_told_with_its_place(
 
 def test_errors_of_the_machine_refuse_no_model() -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("CUDA error: unspecified")):
-        with pytest.raises(type(error)), refusing_what_fails("some/model"):
+        with pytest.raises(type(error)), unsupported_if_fails("some/model"):
             raise error
-    with pytest.raises(InvalidSetup, match="as it is"), refusing_what_fails("some/model"):
+    with pytest.raises(InvalidSetup, match="as it is"), unsupported_if_fails("some/model"):
         raise InvalidSetup("as it is")
 
 

@@ -25,7 +25,7 @@ class NoLimits(Limits):
 
     takes_slack = True
 
-    def on_hurry(self, hurry: Callable[[], None]) -> None:
+    def on_report_request(self, request_report: Callable[[], None]) -> None:
         pass
 
     def changes(self, keys: Iterable[str] | None) -> LimitChanges:

@@ -302,7 +302,7 @@ async def test_limits_are_exchanged_within_the_period_when_a_request_waits_and_u
     for number in range(1, 4):
         await until(lambda: len(reports) == number)  # noqa: B023
         counter.add("alice", CALL)
-        pools.hurry()
+        pools.request_report()
     await until(lambda: len(reports) == 4)
     exchanging.cancel()
     assert not any(report.used for report in reports), "each would be a transaction of the owner"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.api.auth.keys import AccountLimits, KeyRing
-from app.api.auth.limits import OWED_PART, UNTOLD_PART, Reservation, SharedPools
+from app.api.auth.limits import OWED_PART, UNASSIGNED_PART, Reservation, SharedPools
 from app.config import KeyConfig
 from app.errors import LimitReached
 from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageReport, Used
@@ -143,7 +143,7 @@ def test_no_order_of_requests_reports_lost_answers_and_deaths_exceeds_a_budget(s
             ledger.die()
         clock.advance(choose.expovariate(2.0))
         used = sum(each.num_used + each.account.reserved.tokens_today for each in processes)
-        assert used <= 1000 * (1 + UNTOLD_PART + OWED_PART) <= 1100
+        assert used <= 1000 * (1 + UNASSIGNED_PART + OWED_PART) <= 1100
     assert num_refused
 
 

@@ -115,9 +115,9 @@ class AccountLimits:
         self._authenticator = authenticator
         self.takes_slack = authenticator.pools.first_share > 0
 
-    def on_hurry(self, hurry: Callable[[], None]) -> None:
+    def on_report_request(self, request_report: Callable[[], None]) -> None:
         """See `app.usage.records.Limits`, which documents all of these methods."""
-        self._authenticator.pools.hurry = hurry
+        self._authenticator.pools.request_report = request_report
 
     def changes(self, keys: Iterable[str] | None) -> LimitChanges:
         pools, accounts = self._authenticator.pools, self._authenticator.accounts
@@ -138,7 +138,7 @@ class AccountLimits:
         for key in asked:
             pools.note_change(key)
         if not {limit_id.key for limit_id in shares}.issuperset(asked):
-            pools.hurry()
+            pools.request_report()
 
     def lose_owner(self, *, has_share: bool) -> None:
         for account in self._authenticator.accounts:

@@ -27,9 +27,9 @@ CONCURRENCY_RETRY_S = 1.0  # the time until a slot is free is unknown, and a ret
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 SLOT_WAIT_S = 0.5  # how long a request waits for another process to release a slot
 SHARES_MOVE_S = 2.0  # time from a refusal until each process has reported its demand and received its new share
-# While the ledger's owner does not answer, all processes together may use UNTOLD_PART of a budget. The batches process
-# may owe OWED_PART of it. Usage therefore exceeds a budget by at most the sum of both parts.
-UNTOLD_PART, OWED_PART = 0.05, 0.05
+# While the ledger's owner does not answer, all processes together may use UNASSIGNED_PART of a budget. The batches
+# process may owe OWED_PART of it. Usage therefore exceeds a budget by at most the sum of both parts.
+UNASSIGNED_PART, OWED_PART = 0.05, 0.05
 
 
 class TokenBucket:
@@ -43,7 +43,7 @@ class TokenBucket:
         self._clock = clock
         self._share = self._first_share = share
         self._was_given = False  # whether the owner has assigned a share
-        self._is_led = False  # whether the owner is answering
+        self._owner_answers = False  # whether the owner is answering
         self._balance = share * per_minute
         self._counted_at = clock()
         self._elsewhere = 0.0  # the amount that other processes can pass on
@@ -67,7 +67,7 @@ class TokenBucket:
         """
         if may_owe and min(amount, self.limit * (1 - ROUNDING)) <= self._counted() + self._elsewhere:
             return 0.0
-        if (self._is_led and self._share < 1) or not self._share:
+        if (self._owner_answers and self._share < 1) or not self._share:
             short = min(amount, self.limit) - self._counted()
             return max(SHARES_MOVE_S, short * 60 / self.limit) if short > ROUNDING * self.limit else 0.0
         most = self._share * self.limit
@@ -96,13 +96,13 @@ class TokenBucket:
         self._counted()
         self._balance += share.amount - (0.0 if self._was_given else self._first_share * self.limit)
         self._share, self._elsewhere = share.share, share.elsewhere
-        self._was_given = self._is_led = True
+        self._was_given = self._owner_answers = True
         return False
 
     def lose_owner(self, *, has_share: bool) -> None:
         """Record that the owner no longer answers. With `has_share`, it cannot have reassigned this share yet."""
         self._counted()
-        self._is_led, self._elsewhere = False, 0.0
+        self._owner_answers, self._elsewhere = False, 0.0
         if not has_share:
             self._share = min(self._share, self._first_share)
 
@@ -123,29 +123,29 @@ class Slots:
     """
 
     def __init__(
-        self, limit: int, num_taken: Callable[[], int], *, share: float = 1.0, hurry: Callable[[], None] = lambda: None
+        self, limit: int, num_taken: Callable[[], int], *, share: float = 1.0, report: Callable[[], None] = lambda: None
     ) -> None:
-        """`hurry` requests an early report to the owner."""
+        """`report` requests an early report to the owner."""
         self.limit = limit
         self._own = limit * share  # the sum over all processes does not exceed the limit
         self.num_here = int(self._own) or ceil(self._own)
         self._num_taken = num_taken
-        self._hurry = hurry
+        self._request_report = report
         self._most_taken = self._num_refused = 0  # since the last report
-        self._is_led = False  # whether the owner is answering
+        self._owner_answers = False  # whether the owner is answering
         self._some_wait_elsewhere = False
         self._waiting: deque[Callable[[], None]] = deque()
 
     @property
-    def may_come(self) -> bool:
+    def may_receive_slot(self) -> bool:
         """Whether this process has no free slot, but another process may release one."""
         is_full = self._num_taken() >= self.num_here
-        return is_full and self._is_led and self.num_here < self.limit and len(self._waiting) < self.limit
+        return is_full and self._owner_answers and self.num_here < self.limit and len(self._waiting) < self.limit
 
     def wait(self, on_free: Callable[[], None]) -> None:
         """Call `on_free` when a slot may be free. Until then, or until `leave`, the request counts as waiting."""
         self._waiting.append(on_free)
-        self._hurry()
+        self._request_report()
 
     def leave(self, on_free: Callable[[], None]) -> None:
         """Stop waiting. Does nothing if `on_free` was already called."""
@@ -156,7 +156,7 @@ class Slots:
         """Offer a released slot to waiting requests, here or in another process."""
         self._wake()
         if self._some_wait_elsewhere and self._num_taken() < self.num_here:
-            self._hurry()
+            self._request_report()
 
     def _wake(self) -> None:
         for _ in range(min(len(self._waiting), self.num_here - self._num_taken())):
@@ -188,13 +188,13 @@ class Slots:
     def set_share(self, share: Share) -> bool:
         """See `TokenBucket.set_share`. After the next report, the owner passes withdrawn slots to other processes."""
         before, self.num_here = self.num_here, int(share.share)
-        self._is_led, self._some_wait_elsewhere = True, share.elsewhere > 0
+        self._owner_answers, self._some_wait_elsewhere = True, share.elsewhere > 0
         self._wake()
         return self.num_here < before
 
     def lose_owner(self, *, has_share: bool) -> None:
         """See `TokenBucket.lose_owner`."""
-        self._is_led = self._some_wait_elsewhere = False
+        self._owner_answers = self._some_wait_elsewhere = False
         if not has_share:  # this process may have returned all of its slots
             self.num_here = int(self._own) or min(self.num_here, ceil(self._own))
             self._wake()
@@ -204,9 +204,9 @@ class BudgetPart:
     """The part of a budget that one process may still reserve. The ledger's owner enlarges and reduces this part."""
 
     def __init__(self, budget: float, *, share: float) -> None:
-        """`share` is the process's share of `UNTOLD_PART`."""
+        """`share` is the process's share of `UNASSIGNED_PART`."""
         self.limit = budget
-        self.left = self._first = share * UNTOLD_PART * budget
+        self.left = self._first = share * UNASSIGNED_PART * budget
         self._was_given = False
         self._wanted = self._refused = 0.0  # since the last report
 
@@ -268,9 +268,8 @@ class SharedPools:
         max_logprobs_at_once = 8_000_000
         self.logprobs = SharedPool[Account](max_logprobs_at_once)
         self.usage = UsageCounter()
-        # The keys whose limits the next report must include, or None for all keys.
-        self.changed: set[str] | None = None
-        self.hurry: Callable[[], None] = lambda: None  # requests an early report to the owner
+        self.changed: set[str] | None = None  # the keys whose limits the next report must include, or None for all
+        self.request_report: Callable[[], None] = lambda: None  # requests an early report to the owner
 
     def note_change(self, key: str) -> None:
         """Include the limits of a key in the next report."""
@@ -324,14 +323,13 @@ class Account:
         self.tokens = self._bucket(key.tokens_per_minute if key else None)
         at_once = key.max_concurrency if key else None
         taken = partial(self.pools.requests.held, self)
-        share, hurry = self.pools.first_share, lambda: self.pools.hurry()  # `hurry` may be set later
-        self.slots = Slots(at_once, taken, share=share, hurry=hurry) if at_once else None
+        share, report = self.pools.first_share, lambda: self.pools.request_report()  # the function may be set later
+        self.slots = Slots(at_once, taken, share=share, report=report) if at_once else None
         self.budgets = key.budgets if key else {}
         shared = self.budgets if self.pools.shares_budgets else {}
         self._budget_parts = {name: BudgetPart(each, share=share) for name, each in shared.items()}
         limits: dict[str, SharedLimit | None] = {"requests": self._requests, "tokens": self.tokens, SLOTS: self.slots}
         limits |= self._budget_parts
-        # The limits that processes share.
         self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
         self.is_limited = bool(self.shared_limits or self.budgets)  # by more than the process's pools
 
@@ -342,13 +340,13 @@ class Account:
     async def wait_for_slot(self) -> None:
         """Wait up to `SLOT_WAIT_S` if no slot is free, but another process may release one. Call before `reserve`."""
         slots = self.slots
-        if slots is None or not slots.may_come:
+        if slots is None or not slots.may_receive_slot:
             return
         self.pools.note_change(self.name)
         is_free = asyncio.Event()
         try:
             async with asyncio.timeout(SLOT_WAIT_S):
-                while slots.may_come:  # another request may have taken the slot
+                while slots.may_receive_slot:  # another request may have taken the slot
                     is_free.clear()
                     slots.wait(is_free.set)
                     await is_free.wait()

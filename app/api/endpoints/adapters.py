@@ -14,7 +14,7 @@ from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_BODY, Operation, RouteGroup
+from app.api.http.operations import BODY_REFUSALS, Operation, RouteGroup
 from app.api.schemas.fields import Schema
 from app.config import Name
 from app.engine.request import Adapter
@@ -81,7 +81,7 @@ class AdapterRoutes(RouteGroup):
         num_missing = sum(of.num_missing for of in found.values())
         return JSONResponse({"object": "list", "data": entries, "replicas": replicas, "missing": num_missing})
 
-    @Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*OF_A_BODY, "503"), (AdapterToLoad,))
+    @Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*BODY_REFUSALS, "503"), (AdapterToLoad,))
     async def load(self, request: Request) -> Response:
         """Load an adapter, replacing any adapter of the same name, and respond with its entry."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)

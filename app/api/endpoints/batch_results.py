@@ -15,7 +15,7 @@ from app.errors import NotFound
 from app.json_pieces import Json
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch; clients download larger results as files
-_BODY_MARK, _BEHIND_BODY = b',"body":', b'},"error":null}'  # the text around the body in a line of output
+_BODY_MARK, _AFTER_BODY = b',"body":', b'},"error":null}'  # the text around the body in a line of output
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -84,10 +84,10 @@ def _end(line: bytes) -> tuple[str, Callable[[int], bytes]]:
     The body of a response is copied unparsed, because parsing and writing megabytes would block all other threads.
     """
     before, body_mark, rest = line.partition(_BODY_MARK)  # no text contains the mark, because quotes are escaped there
-    if body_mark and rest.endswith(_BEHIND_BODY):
+    if body_mark and rest.endswith(_AFTER_BODY):
         parsed = from_json(before + b"}}")
         if parsed["response"]["status_code"] == 200:
-            custom_id, body = parsed["custom_id"], rest.removesuffix(_BEHIND_BODY)
+            custom_id, body = parsed["custom_id"], rest.removesuffix(_AFTER_BODY)
             return custom_id, lambda index: _with_body(result(index, custom_id, ItemResponse(200, {})), body)
     parsed = from_json(line)
     response = parsed["response"]

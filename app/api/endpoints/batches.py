@@ -12,9 +12,9 @@ from app.api.endpoints.files import ExpiresAfter, page_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
 from app.api.http.guard import owner_of
-from app.api.http.operations import OF_A_LIST, OF_GENERATION, Operation, RouteGroup, page_query
+from app.api.http.operations import GENERATION_REFUSALS, LIST_REFUSALS, Operation, RouteGroup, page_query
 from app.api.prepared_request import RequestLimits
-from app.api.request_context import asks_for
+from app.api.request_context import is_header_set
 from app.api.schemas.fields import MAX_ID_LENGTH, Metadata, Schema
 from app.api.schemas.parameters import STRICT_HEADER, ignored_fields, ignored_header, refuse_unknown
 from app.batches import BatchService, NewBatch
@@ -65,10 +65,10 @@ class BatchRoutes(RouteGroup):
     def __init__(self, service: BatchService) -> None:
         self._service = service
 
-    @Operation("post", "/v1/batches", "Create a batch from a file", "Batch", OF_GENERATION, (BatchRequest,))
+    @Operation("post", "/v1/batches", "Create a batch from a file", "Batch", GENERATION_REFUSALS, (BatchRequest,))
     async def create(self, request: Request) -> Response:
         body = await read_json_object(request, _BODY_LIMITS)
-        if asks_for(request.headers, STRICT_HEADER):
+        if is_header_set(request.headers, STRICT_HEADER):
             refuse_unknown(body, BatchRequest)
         asked = BatchRequest.checked(body)
         expires_after = asked.output_expires_after
@@ -82,16 +82,16 @@ class BatchRoutes(RouteGroup):
         )
         return JSONResponse(await self._service.create_batch(new), headers=ignored_header(ignored_fields(body, asked)))
 
-    @Operation("get", "/v1/batches", "The batches", "BatchList", OF_A_LIST, query=page_query(MAX_BATCHES_OF_PAGE))
+    @Operation("get", "/v1/batches", "The batches", "BatchList", LIST_REFUSALS, query=page_query(MAX_BATCHES_OF_PAGE))
     async def list(self, request: Request) -> Response:
         """List a page of batches, the newest first."""
         page = page_of(owner_of(request), request.query_params, max_limit=MAX_BATCHES_OF_PAGE, default_limit=20)
         return JSONResponse(await self._service.batches(page))
 
-    @Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", OF_A_LIST)
+    @Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", LIST_REFUSALS)
     async def retrieve(self, request: Request) -> Response:
         return JSONResponse(await self._service.batch(owner_of(request), request.path_params["batch_id"]))
 
-    @Operation("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch", "Batch", OF_A_LIST)
+    @Operation("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch", "Batch", LIST_REFUSALS)
     async def cancel(self, request: Request) -> Response:
         return JSONResponse(await self._service.cancel_batch(owner_of(request), request.path_params["batch_id"]))

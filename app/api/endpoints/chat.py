@@ -29,7 +29,7 @@ def prepare_chat(
     """Check and tokenize a chat. Raises InvalidRequest."""
     shared = shared_fields(body, model, context)
     is_cut, reasoning, form = body.truncate_prompt_tokens is not None, None, None
-    whole = prompt = encode_chat(body, model, shared.tools, is_cut_or_counted=is_cut)
+    whole = prompt = encode_chat(body, model, shared.tools, may_exceed_context=is_cut)
     if is_cut:
         prompt = truncated(whole, body, model)
     if model.reasoning_marks is not None:

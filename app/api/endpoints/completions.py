@@ -37,7 +37,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
         model,
         "prompt",
         add_special_tokens=body.add_special_tokens,
-        is_cut_or_counted=body.truncate_prompt_tokens is not None,
+        may_exceed_context=body.truncate_prompt_tokens is not None,
         cut=partial(truncated, body=body, model=model),
     )
     echoes = _echoes(body, model, prompts) if body.echo else ()

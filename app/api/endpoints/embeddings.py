@@ -40,7 +40,7 @@ def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: Req
 
 def _encoded_chat(body: EmbeddingsRequest, model: ServedModel) -> EncodedText:
     chat = body.as_chat()
-    whole = encode_chat(chat, model, None, is_cut_or_counted=body.truncate_prompt_tokens is not None)
+    whole = encode_chat(chat, model, None, may_exceed_context=body.truncate_prompt_tokens is not None)
     prompt = _Cut(body, model, chat.add_special_tokens)(whole)
     _check_length(len(prompt), model.model_info.max_model_len, "messages")
     return EncodedText(prompt)
@@ -61,7 +61,7 @@ def encode_texts(texts: Sequence[str | list[int]], body: TextsRequest, model: Se
         model,
         "input",
         add_special_tokens=body.add_special_tokens,
-        is_cut_or_counted=body.truncate_prompt_tokens is not None,
+        may_exceed_context=body.truncate_prompt_tokens is not None,
         cut=_Cut(body, model, body.add_special_tokens),
     )
     for prompt in prompts:

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from app.api.http.answers import FileAnswer
 from app.api.http.guard import owner_of
 from app.api.http.multipart import Form, read_form
-from app.api.http.operations import OF_A_LIST, TEXT, Operation, RouteGroup, page_query
-from app.api.request_context import asks_for
+from app.api.http.operations import LIST_REFUSALS, TEXT, Operation, RouteGroup, page_query
+from app.api.request_context import is_header_set
 from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
 from app.batches import PIECE_BYTES, BatchLimits, BatchService, NewFile, PageOf
@@ -40,19 +40,19 @@ class FileRoutes(RouteGroup):
     def __init__(self, service: BatchService) -> None:
         self._service = service
 
-    @Operation("post", "/v1/files", "Upload a file", "File", (*OF_A_LIST, "413"))
+    @Operation("post", "/v1/files", "Upload a file", "File", (*LIST_REFUSALS, "413"))
     async def create(self, request: Request) -> Response:
         service = self._service
         async with upload(service, owner_of(request)) as upload_id:
             form = await read_form(
                 request, max_file_bytes=MAX_FILE_BYTES, sink=lambda data: service.append(upload_id, data)
             )
-            if asks_for(request.headers, STRICT_HEADER):
+            if is_header_set(request.headers, STRICT_HEADER):
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
             return JSONResponse(await service.finish_upload(upload_id, _new_file(form)))
 
     @Operation(
-        "get", "/v1/files", "The files", "FileList", OF_A_LIST,
+        "get", "/v1/files", "The files", "FileList", LIST_REFUSALS,
         query=page_query(MAX_LIMIT) | {"purpose": {"schema": TEXT}},
     )  # fmt: skip
     async def list(self, request: Request) -> Response:
@@ -60,15 +60,17 @@ class FileRoutes(RouteGroup):
         page = page_of(owner_of(request), request.query_params, max_limit=MAX_LIMIT, default_limit=MAX_LIMIT)
         return JSONResponse(await self._service.files(replace(page, limit=min(page.limit, MAX_FILES_OF_PAGE))))
 
-    @Operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
+    @Operation("get", "/v1/files/{file_id}", "One file", "File", LIST_REFUSALS)
     async def retrieve(self, request: Request) -> Response:
         return JSONResponse(await self._service.file(owner_of(request), request.path_params["file_id"]))
 
-    @Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", OF_A_LIST)
+    @Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", LIST_REFUSALS)
     async def delete(self, request: Request) -> Response:
         return JSONResponse(await self._service.delete_file(owner_of(request), request.path_params["file_id"]))
 
-    @Operation("get", "/v1/files/{file_id}/content", "A file's content", None, OF_A_LIST, media=("application/jsonl",))
+    @Operation(
+        "get", "/v1/files/{file_id}/content", "A file's content", None, LIST_REFUSALS, media=("application/jsonl",)
+    )
     async def content(self, request: Request) -> Response:
         file = await self._service.file(owner_of(request), request.path_params["file_id"])
         num_bytes = file["bytes"]

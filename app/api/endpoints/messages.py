@@ -103,7 +103,7 @@ class MessageBuilder:
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
-        if piece.says_nothing:
+        if piece.is_empty:
             return  # the request is queued; no event is sent before the first token
         if not self.has_begun:
             self.has_begun = True

@@ -69,7 +69,7 @@ class _Comparison:
             )
         for texts, name in ((self.firsts, self.params[0]), (self.seconds, param)):
             is_cut = self._cuts_seconds if name == param else self._cuts_firsts
-            check_texts(texts, self.model, name, is_cut_or_counted=is_cut)
+            check_texts(texts, self.model, name, may_exceed_context=is_cut)
 
     @property
     def _cuts_firsts(self) -> bool:

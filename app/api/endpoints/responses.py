@@ -223,7 +223,7 @@ class ResponseBuilder:
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
-        if piece.says_nothing:
+        if piece.is_empty:
             return  # the request is queued; no event is sent before the first token
         yield from self._begin()
         if piece.details is not None:

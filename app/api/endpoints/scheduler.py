@@ -14,7 +14,7 @@ from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_BODY, Operation, RouteGroup
+from app.api.http.operations import BODY_REFUSALS, Operation, RouteGroup
 from app.api.schemas.fields import Schema
 from app.config import Policy, PolicyConfig, SchedulerConfig, Strategy, StrategyConfig, names_of
 from app.errors import NotFound
@@ -79,7 +79,7 @@ class SchedulerRoutes(RouteGroup):
 
     @Operation(
         "post", "/admin/scheduler", "Switch the strategy and policy of a model's replicas", "Scheduler",
-        (*OF_A_BODY, "503"), (SchedulerChange,),
+        (*BODY_REFUSALS, "503"), (SchedulerChange,),
     )  # fmt: skip
     async def switch(self, request: Request) -> Response:
         """Switch one model, and respond with the scheduling that is then in force."""

@@ -12,7 +12,7 @@ from app.api.endpoints.live import WatchedFleet
 from app.api.handler import RequestHandler
 from app.api.http.answers import FileAnswer
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_MODEL, Operation, RouteGroup
+from app.api.http.operations import MODEL_REFUSALS, Operation, RouteGroup
 from app.errors import Unavailable, traceback_of
 from app.json_pieces import Json
 from app.metrics import CONTENT_TYPE, RequestMetrics, Scrape, exposition
@@ -37,7 +37,7 @@ class ServiceRoutes(RouteGroup):
         ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]} if entries else {}
         return JSONResponse({"object": "list", "data": entries, "has_more": False, **ends})
 
-    @Operation("get", "/v1/models/{model_id:path}", "One model", "Model", OF_A_MODEL)
+    @Operation("get", "/v1/models/{model_id:path}", "One model", "Model", MODEL_REFUSALS)
     async def model(self, request: Request) -> Response:
         """Return one model or pipeline by its name or alias. The name may contain slashes."""
         name, account = request.path_params["model_id"], reservation_of(request).account

@@ -19,9 +19,9 @@ from app.api.handler import ItemOutcome, RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import owner_of, reservation_of
-from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, TEXT, Operation, RouteGroup
+from app.api.http.operations import EVENTS, GENERATION_REFUSALS, LIST_REFUSALS, TEXT, Operation, RouteGroup
 from app.api.http.sse import EventResponse, WhileConnected
-from app.api.request_context import RequestContext, asks_for, with_deadline
+from app.api.request_context import RequestContext, is_header_set, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Metadata, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
 from app.batches import (
@@ -134,7 +134,7 @@ class ShortBatchRoutes(RouteGroup):
         self._handler = handler
 
     @Operation(
-        "post", "/v1/batch", "Answer many prompts, directly or as a job", "BatchResults", OF_GENERATION,
+        "post", "/v1/batch", "Answer many prompts, directly or as a job", "BatchResults", GENERATION_REFUSALS,
         (PromptListRequest,), (EVENTS,),
     )  # fmt: skip
     async def create(self, request: Request) -> Response:
@@ -145,7 +145,7 @@ class ShortBatchRoutes(RouteGroup):
             reservation_of(request),
             request.state.request_id,
             headers=request.headers,
-            is_strict=asks_for(request.headers, STRICT_HEADER),
+            is_strict=is_header_set(request.headers, STRICT_HEADER),
         )
         prompts = await prompt_list(body, self._handler, context)
         del body
@@ -161,11 +161,11 @@ class ShortBatchRoutes(RouteGroup):
         return JsonAnswer(await _answer(request, endpoint, outcomes), self._handler.turns, headers=ignored)
 
     # This route comes before the route with an id, which would match `stats`.
-    @Operation("get", "/v1/batch/stats", "The remaining and finished work of batches", "BatchStats", OF_A_LIST)
+    @Operation("get", "/v1/batch/stats", "The remaining and finished work of batches", "BatchStats", LIST_REFUSALS)
     async def stats(self, request: Request) -> Response:
         return JSONResponse(await self._service.stats(owner_of(request)))
 
-    @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)
+    @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", LIST_REFUSALS)
     async def retrieve(self, request: Request) -> Response:
         """Return a batch, its progress, and, once the batch has ended, the result of each prompt."""
         owner = owner_of(request)

@@ -24,7 +24,7 @@ from app.api.auth.limits import Reservation
 from app.api.endpoints.files import page_of
 from app.api.http.answers import JsonAnswer
 from app.api.http.guard import owner_of
-from app.api.http.operations import EVENTS, OF_A_LIST, Operation, RouteGroup, page_query
+from app.api.http.operations import EVENTS, LIST_REFUSALS, Operation, RouteGroup, page_query
 from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext
 from app.api.schemas.parameters import ignored_header
@@ -54,7 +54,7 @@ from app.json_pieces import Json
 T = TypeVar("T")
 LAST_EVENT_HEADER = "last-event-id"  # the last event that a resuming client has received
 # A reader that needs the rest of an answer waits this long for a new batches process, with this pause between attempts.
-_NEXT_PROCESS_S, _ASK_AGAIN_S = 120.0, 0.5
+_RESTART_TIMEOUT_S, _RETRY_PAUSE_S = 120.0, 0.5
 _OPENING_S = 5.0  # all other readers wait this long, because a new process needs time to open its folder
 _MAX_ITEMS_OF_PAGE = 100
 _SMALL_BYTES = 1024  # records of this size contain a few deltas
@@ -65,7 +65,7 @@ _OF_EVENTS: Json = {
         "description": "the number of the last event that the client has received; the first event is 0",
     },
 }
-_retrieval = partial(Operation, "get", refusals=OF_A_LIST, media=(EVENTS,), query=_OF_EVENTS)
+_retrieval = partial(Operation, "get", refusals=LIST_REFUSALS, media=(EVENTS,), query=_OF_EVENTS)
 _CONTEXT_HEADERS = "x-carousel-"  # headers with this prefix affect where and when a request runs
 
 
@@ -175,7 +175,7 @@ class StoredResponseRoutes(RouteGroup):
         "/v1/responses/{response_id}/input_items",
         "The input items of a response",
         "ResponseItems",
-        OF_A_LIST,
+        LIST_REFUSALS,
         query=page_query(_MAX_ITEMS_OF_PAGE),
     )
     async def input_items(self, request: Request) -> Response:
@@ -226,14 +226,14 @@ class StoredResponseRoutes(RouteGroup):
                 break
         return read.answer.new
 
-    @Operation("post", "/v1/responses/{response_id}/cancel", "Cancel a stored response", "Response", OF_A_LIST)
+    @Operation("post", "/v1/responses/{response_id}/cancel", "Cancel a stored response", "Response", LIST_REFUSALS)
     async def cancel(self, request: Request) -> Response:
         """Cancel one response. Raises NotFound, and InvalidRequest if it has already ended for another reason."""
         owner, response_id = owner_of(request), _id_in(request, RESPONSES_PATH)
         await self._service.cancel_response(owner, response_id)
         return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
 
-    @Operation("delete", "/v1/responses/{response_id}", "Delete a response", "DeletedResponse", OF_A_LIST)
+    @Operation("delete", "/v1/responses/{response_id}", "Delete a response", "DeletedResponse", LIST_REFUSALS)
     async def delete(self, request: Request) -> Response:
         """Delete one response. Raises NotFound."""
         return await self._deleted(request, RESPONSES_PATH, "response")
@@ -253,12 +253,12 @@ class StoredResponseRoutes(RouteGroup):
         """Return one completion, finished or not. Raises NotFound."""
         return await self._retrieved(request, COMPLETIONS_PATH)
 
-    @Operation("delete", "/v1/chat/completions/{response_id}", "Delete a chat", "DeletedChat", OF_A_LIST)
+    @Operation("delete", "/v1/chat/completions/{response_id}", "Delete a chat", "DeletedChat", LIST_REFUSALS)
     async def delete_chat(self, request: Request) -> Response:
         """Delete one chat. Raises NotFound."""
         return await self._deleted(request, CHATS_PATH, "chat.completion.deleted")
 
-    @Operation("delete", "/v1/completions/{response_id}", "Delete a completion", "DeletedCompletion", OF_A_LIST)
+    @Operation("delete", "/v1/completions/{response_id}", "Delete a completion", "DeletedCompletion", LIST_REFUSALS)
     async def delete_completion(self, request: Request) -> Response:
         """Delete one completion. Raises NotFound."""
         return await self._deleted(request, COMPLETIONS_PATH, "text_completion.deleted")
@@ -352,11 +352,11 @@ class StoredResponseRoutes(RouteGroup):
                     return
             except Unavailable:
                 now = time.monotonic()
-                if failed_at is None or now > asked_at + _NEXT_PROCESS_S:  # the process was alive until then
+                if failed_at is None or now > asked_at + _RESTART_TIMEOUT_S:  # the process was alive until then
                     failed_at = now
-                if now >= failed_at + (_NEXT_PROCESS_S if waits or is_patient else _OPENING_S):
+                if now >= failed_at + (_RESTART_TIMEOUT_S if waits or is_patient else _OPENING_S):
                     raise
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(_RETRY_PAUSE_S)
 
 
 async def _yielding_to_loop(some: Iterable[T]) -> AsyncIterator[T]:

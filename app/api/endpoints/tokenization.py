@@ -17,10 +17,10 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_BODY, OF_A_MODEL, TEXT, Operation, RouteGroup
+from app.api.http.operations import BODY_REFUSALS, MODEL_REFUSALS, TEXT, Operation, RouteGroup
 from app.api.json_structure import size_of
 from app.api.prepared_request import RequestLimits, ServedModel, check_token_ids
-from app.api.request_context import asks_for
+from app.api.request_context import is_header_set
 from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import STRICT_HEADER, ignored_fields, ignored_header
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
@@ -35,7 +35,7 @@ class TokenizationRoutes(RouteGroup):
         self._handler = handler
 
     @Operation(
-        "post", "/tokenize", "Text to token ids", "Tokens", OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
+        "post", "/tokenize", "Text to token ids", "Tokens", BODY_REFUSALS, (TokenizeTextRequest, TokenizeChatRequest)
     )
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a chat's prompt, and their number."""
@@ -45,13 +45,13 @@ class TokenizationRoutes(RouteGroup):
         make = partial(_tokenized_chat, limits=self._handler.limits)
         return await self._answer(request, body, TokenizeChatRequest, make)
 
-    @Operation("post", "/detokenize", "Token ids to text", "Text", OF_A_BODY, (DetokenizeRequest,))
+    @Operation("post", "/detokenize", "Token ids to text", "Text", BODY_REFUSALS, (DetokenizeRequest,))
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, including special tokens."""
         return await self._answer(request, await self._body(request), DetokenizeRequest, _detokenized)
 
     @Operation(
-        "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", OF_A_BODY,
+        "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", BODY_REFUSALS,
         (CountTokensRequest,),
     )  # fmt: skip
     async def count_tokens(self, request: Request) -> Response:
@@ -60,7 +60,7 @@ class TokenizationRoutes(RouteGroup):
         return await self._answer(request, await self._body(request), CountTokensRequest, make)
 
     @Operation(
-        "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", OF_A_MODEL,
+        "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", MODEL_REFUSALS,
         query={"model": {"schema": TEXT, "description": "required if the server has several models"}},
     )  # fmt: skip
     async def tokenizer_info(self, request: Request) -> Response:
@@ -75,7 +75,7 @@ class TokenizationRoutes(RouteGroup):
     ) -> Response:
         """Check a body and respond with the result of `make`. A response header names the ignored fields."""
         handler, account, size = self._handler, reservation_of(request).account, size_of(body, MAX_SMALL_SIZE)
-        is_strict = asks_for(request.headers, STRICT_HEADER)
+        is_strict = is_header_set(request.headers, STRICT_HEADER)
         parsed = await handler.parse(body, size, schema, account, is_strict=is_strict)
         model = self._model(request, parsed.model)
         content = await handler.threads.encode(account.name, size, lambda: make(parsed, model))
@@ -87,7 +87,7 @@ class TokenizationRoutes(RouteGroup):
 
 def _tokenized_text(body: TokenizeTextRequest, model: ServedModel) -> Json:
     [token_ids] = encode_prompts(
-        [body.prompt], model, "prompt", add_special_tokens=body.add_special_tokens, is_cut_or_counted=True
+        [body.prompt], model, "prompt", add_special_tokens=body.add_special_tokens, may_exceed_context=True
     )
     return _tokens(token_ids, model, with_texts=body.return_token_strs)
 

@@ -24,7 +24,7 @@ from app.api.endpoints.table import ENDPOINTS
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.endpoints.usage import UsageRoutes
 from app.api.http.errors import is_anthropic
-from app.api.http.operations import EVENTS, OF_GENERATION, TEXT, Operation, RouteGroup
+from app.api.http.operations import EVENTS, GENERATION_REFUSALS, TEXT, Operation, RouteGroup
 from app.api.prepared_request import RequestLimits
 from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import RefusedField, unavailable
@@ -76,7 +76,9 @@ def _computed() -> Iterator[Operation]:
     for each in ENDPOINTS.values():
         media = (EVENTS,) if each.generates else ()
         for path in (each.path, *each.aliases):
-            yield Operation("post", path, each.summary, each.response.__name__, OF_GENERATION, (each.schema,), media)
+            yield Operation(
+                "post", path, each.summary, each.response.__name__, GENERATION_REFUSALS, (each.schema,), media
+            )
 
 
 def _of(*groups: type[RouteGroup]) -> tuple[Operation, ...]:

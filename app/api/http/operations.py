@@ -15,10 +15,10 @@ from app.json_pieces import Json
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Response]])
 
 # Statuses of refusals, by kind of route. The OpenAPI document adds the statuses that concern the request's key.
-OF_A_MODEL = ("400", "403", "404")
-OF_A_BODY = (*OF_A_MODEL, "408", "413", "415")
-OF_GENERATION = (*OF_A_BODY, "402", "500", "503")
-OF_A_LIST = ("400", "404", "503")
+MODEL_REFUSALS = ("400", "403", "404")
+BODY_REFUSALS = (*MODEL_REFUSALS, "408", "413", "415")
+GENERATION_REFUSALS = (*BODY_REFUSALS, "402", "500", "503")
+LIST_REFUSALS = ("400", "404", "503")
 
 TEXT: Json = {"type": "string"}
 EVENTS = "text/event-stream"

@@ -41,7 +41,7 @@ from app.api.http.openapi import openapi_document
 from app.api.http.operations import RouteGroup
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected, connection_of
-from app.api.request_context import EXPLAIN_HEADER, asks_for, with_deadline
+from app.api.request_context import EXPLAIN_HEADER, is_header_set, with_deadline
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import STRICT_HEADER
 from app.api.stored_answers import STORED_ID_PREFIXES
@@ -137,7 +137,7 @@ class ReplicaEndpoint:
             state["request_id"],
             has_own_id="x-request-id" in headers,
             headers=headers,
-            is_strict=asks_for(headers, STRICT_HEADER),
+            is_strict=is_header_set(headers, STRICT_HEADER),
             trace=trace,
             may_store=self._stored is not None,
         )
@@ -164,7 +164,7 @@ class ReplicaEndpoint:
                     state["request_id"] = context.request_id
                 del body  # otherwise the body would stay in memory until the last token
                 context.reservation.release_body()
-                response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
+                response_headers = partial(response.headers, explain=is_header_set(headers, EXPLAIN_HEADER))
                 if response.is_streamed:
                     connection = connection_of(scope)
                     events = EventStream(

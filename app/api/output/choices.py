@@ -44,7 +44,7 @@ class ChoiceDelta(Struct, gc=False, omit_defaults=True):
     ignored: tuple[str, ...] = ()  # on the first delta: paths of schema keywords that the grammar does not enforce
 
     @property
-    def says_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether this delta has no content, because the request is still queued."""
         return not (self.num_tokens or self.text or self.calls) and self.finish_reason is None
 

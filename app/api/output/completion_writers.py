@@ -261,7 +261,7 @@ class ChunkWriter:
             return (b"%b%b%b" % (before, as_json(piece.text), after),)
         if self._details is not None:
             return self._detailed_events(piece, self._details)
-        if piece.says_nothing:
+        if piece.is_empty:
             return ()  # nothing is sent while the request is queued
         choices = self._form.chunk_choices(piece, is_first=is_first)
         if choices:
@@ -270,7 +270,7 @@ class ChunkWriter:
 
     def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
         """Return the events for a delta of a call that asks for details."""
-        if piece.details is None and piece.says_nothing:
+        if piece.details is None and piece.is_empty:
             return ()  # the request is queued
         is_first = piece.index not in self._begun
         choices = self._form.chunk_choices(

@@ -175,11 +175,13 @@ def _documents(path: str, content: str) -> Iterator[IndexedDocument]:
         text = value.get("text") if isinstance(value, dict) else None
         if not isinstance(text, str) or not text.strip():
             raise InvalidSetup(f'{path}:{number} should be an object like {{"text": "...", "id": "..."}} with a text')
-        own_id = value.get("id")
-        if not isinstance(own_id, str | int | None):
+        given_id = value.get("id")
+        if not isinstance(given_id, str | int | None):
             raise InvalidSetup(f"{path}:{number} has an id that is neither a text nor an integer")
-        if len(str(own_id)) > MAX_ID_LENGTH:
-            raise InvalidSetup(f"{path}:{number} has an id of {len(str(own_id)):,} characters; at most {MAX_ID_LENGTH}")
-        if _HALF_OF_A_PAIR.search(f"{text}{own_id}"):
+        if len(str(given_id)) > MAX_ID_LENGTH:
+            raise InvalidSetup(
+                f"{path}:{number} has an id of {len(str(given_id)):,} characters; at most {MAX_ID_LENGTH}"
+            )
+        if _HALF_OF_A_PAIR.search(f"{text}{given_id}"):
             raise InvalidSetup(f"{path}:{number} has half of a surrogate pair, which is not a character")
-        yield IndexedDocument(text, {"index": index} | ({} if own_id is None else {"id": own_id}))
+        yield IndexedDocument(text, {"index": index} | ({} if given_id is None else {"id": given_id}))

@@ -260,7 +260,7 @@ def refuse_names(unknown: Sequence[str]) -> None:
         )
 
 
-def refuse_passed_over(names: Sequence[str]) -> None:
+def refuse_ignored(names: Sequence[str]) -> None:
     """Raise InvalidRequest for the first of these fields without effect, if there are any."""
     if names:
         name = names[0][:MAX_NAME_LENGTH]
@@ -374,7 +374,7 @@ def parse(
     except ValidationError as error:
         raise from_validation_error(error) from None
     if is_strict:
-        refuse_passed_over(tuple(parsed.ignored_names))
+        refuse_ignored(tuple(parsed.ignored_names))
     return parsed
 
 

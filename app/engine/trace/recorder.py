@@ -93,13 +93,13 @@ class StepRecorder(StepObserver):
         self._batch = batch
         joined = batch.decision.joined
         self._blocks = [list(sequence.block_ids) for sequence in joined] if joined else ()
-        self._scheduled = None if self._goes_on(batch) else _scheduled_tokens(batch)
+        self._scheduled = None if self._continues_previous(batch) else _scheduled_tokens(batch)
         if self._scheduled is not None:
             is_steady = batch and not (self._scheduled.unsampled or batch.has_drafts)
             self._steady = batch.sequences if is_steady else None
         self._scheduled_ns = self._stopwatch_ns()
 
-    def _goes_on(self, batch: StepBatch) -> bool:
+    def _continues_previous(self, batch: StepBatch) -> bool:
         """Whether the step has the same sequences as the previous one, and each computes one more token."""
         return (
             self._steady == batch.sequences  # compared by identity, in C

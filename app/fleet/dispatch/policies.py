@@ -17,7 +17,7 @@ MAX_IMBALANCE_TOKENS = 4096
 # A cached token offsets this many outstanding tokens, because recomputing a prompt adds work to the fleet, while an
 # uneven load does not. With 1, the replicas compute more. With 4, if many conversations share a prompt, the first
 # replicas that cache it receive most of the work (`benchmarks.service.thousand --part hot`).
-_WORTH_OF_CACHED = 3
+_CACHED_TOKEN_WEIGHT = 3
 
 
 def near_adapter(candidates: Sequence[Candidate], size: RequestSize, loaded_on: Collection[str]) -> list[Candidate]:
@@ -149,5 +149,5 @@ class PrefixAffinity:
 
 
 def _work_beyond_cached(candidate: Candidate, scoring: Scoring) -> float:
-    saved = _WORTH_OF_CACHED * candidate.num_cached_tokens / scoring.relative_speed(candidate)
+    saved = _CACHED_TOKEN_WEIGHT * candidate.num_cached_tokens / scoring.relative_speed(candidate)
     return scoring.score(candidate) - saved

@@ -22,7 +22,7 @@ from app.model.cpu.stored_matrix import StoredMatrix
 from app.model.language_model import plain_name
 from app.model.llama import EMBEDDING, HEAD, by_expert, described_as, given
 from app.model.packed_numbers import PackedWeight
-from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out, scales_of_rows
+from app.model.quantised_checkpoint import Quantised, can_dequantise, multiplied_out, scales_of_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +176,7 @@ class Checkpoint:
         # A weight with one of these tensors is not simply its numbers times its scales.
         if self._quantised is None or any(f"{name}_{other}" in self._files for other in ("zero_point", "g_idx")):
             return False
-        return can_be_multiplied(weight, self._scales(name), self._quantised.block)
+        return can_dequantise(weight, self._scales(name), self._quantised.block)
 
     def _scales(self, name: str) -> torch.Tensor | None:
         """Return a weight's scales, or None if it is not quantised."""

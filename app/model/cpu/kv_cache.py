@@ -93,8 +93,8 @@ class NativeKVCache:
     def provide(self, threads: ThreadPool) -> None:
         """Make the system allocate all pages now, so that the process cannot exceed a memory limit later.
 
-        Does nothing if too little memory is available; `taking_host_memory` has then logged a warning, and pages are
-        allocated on first use.
+        Does nothing if too little memory is available; `allocating_host_memory` has then logged a warning, and pages
+        are allocated on first use.
         """
         num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), available_memory()
         if available is not None and num_bytes > available:

@@ -150,6 +150,6 @@ def plain_lines(weights: Sequence[torch.Tensor | StoredMatrix], panel: int) -> i
     return 1 + -(-num_outputs // panel) * panel * num_inputs * weights[0].dtype.itemsize // (4 * LINE)
 
 
-def say_plain(packed: torch.Tensor) -> None:
+def mark_plain(packed: torch.Tensor) -> None:
     """Write the first line of memory for dequantised matrices, which marks them as not quantised."""
     packed[0] = torch.tensor([_PLAIN, 1] * (LINE // 2))

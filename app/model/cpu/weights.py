@@ -14,7 +14,7 @@ from pydantic import PlainSerializer, PlainValidator, SerializationInfo, TypeAda
 
 from app.model.architectures import Mixer
 from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, log_use_of_amx
-from app.model.cpu.stored_matrix import LINE, Layout, StoredMatrix, plain_lines, say_plain
+from app.model.cpu.stored_matrix import LINE, Layout, StoredMatrix, mark_plain, plain_lines
 from app.model.llama import (
     EMBEDDING,
     HEAD,
@@ -344,7 +344,7 @@ class _Packing:
                 layout.pack(self._threads, packed)
         elif self._threads is not None:
             if bits == STORED:
-                say_plain(packed)
+                mark_plain(packed)
                 packed, bits = packed[1:].view(_packed_shape(weights, 0)), 0
             _pack(self._threads, [_whole(each) for each in weights], packed, bits=bits)
 

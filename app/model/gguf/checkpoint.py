@@ -40,14 +40,14 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
     """
     identity = "\0".join(map(str, (_FORMAT, *DescribedFile.of(path, path.stat()))))
     target = cache / f"{path.stem[:80]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if _is_sound(target):
+    if _is_valid(target):
         return target
     file = GgufFile(path)
     description = describe(file)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache / f".{target.name}.lock"):
-            if not _is_sound(target):
+            if not _is_valid(target):
                 shutil.rmtree(target, ignore_errors=True)
                 _make(target, file, description, report)
     except OSError as error:
@@ -58,7 +58,7 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
     return target
 
 
-def _is_sound(folder: Path) -> bool:
+def _is_valid(folder: Path) -> bool:
     """Return whether a folder is complete, and the GGUF files have not changed since it was created."""
     try:
         return manifest_in(folder) is not None

@@ -84,7 +84,7 @@ def _turned_rows(
 
     llama.cpp rotates adjacent pairs (0, 1), (2, 3) of a head, and transformers pairs up the two halves of a head.
     """
-    if not family.turns_neighbours:
+    if not family.rotates_adjacent_pairs:
         return {}
     heads = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
     return {
@@ -255,7 +255,7 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict[str, Any]:
     hidden_size, num_heads = settings.count("embedding_length"), settings.count("attention.head_count")
     head_dim = settings.count("attention.key_length", hidden_size // num_heads)
-    for key in ("attention.value_length", *(() if family.turns_parts else ("rope.dimension_count",))):
+    for key in ("attention.value_length", *(() if family.rotates_partially else ("rope.dimension_count",))):
         if settings.count(key, head_dim) != head_dim:
             raise settings.refusal(key, settings.count(key))
     if head_dim % 2:

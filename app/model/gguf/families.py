@@ -114,8 +114,10 @@ class ModelFamily:
 
     model_type: str
     class_name: str
-    turns_neighbours: bool = False  # whether llama.cpp rotates the pairs (0, 1), (2, 3) of a head instead of its halves
-    turns_parts: bool = False  # whether only a part of each head may be rotated
+    rotates_adjacent_pairs: bool = (
+        False  # whether llama.cpp rotates the pairs (0, 1), (2, 3) of a head instead of its halves
+    )
+    rotates_partially: bool = False  # whether only a part of each head may be rotated
     known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read, beyond the common ones
     by_layer: frozenset[str] = frozenset()  # settings that may be lists with one number per layer
     rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # receives the head size
@@ -275,7 +277,9 @@ _MAMBA = frozenset(
 )  # fmt: skip
 _MULTIPLIERS = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
 FAMILIES: Mapping[str, ModelFamily] = {
-    "llama": ModelFamily(model_type="llama", class_name="LlamaForCausalLM", turns_neighbours=True, known=_EXPERTS),
+    "llama": ModelFamily(
+        model_type="llama", class_name="LlamaForCausalLM", rotates_adjacent_pairs=True, known=_EXPERTS
+    ),
     "qwen2": ModelFamily(model_type="qwen2", class_name="Qwen2ForCausalLM"),
     "qwen3": ModelFamily(model_type="qwen3", class_name="Qwen3ForCausalLM"),
     "qwen3moe": ModelFamily(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM", known=_EXPERTS),
@@ -317,7 +321,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "granite": ModelFamily(  # also Granite 4 without Mamba layers, whose files still contain Mamba settings
         model_type="granite",
         class_name="GraniteForCausalLM",
-        turns_neighbours=True,
+        rotates_adjacent_pairs=True,
         known=_MULTIPLIERS | _MAMBA,
         by_layer=frozenset(("attention.head_count_kv",)),
         more=_granite,
@@ -325,7 +329,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "granitehybrid": ModelFamily(
         model_type="granitemoehybrid",
         class_name="GraniteMoeHybridForCausalLM",
-        turns_neighbours=True,
+        rotates_adjacent_pairs=True,
         known=_EXPERTS | _MULTIPLIERS | _MAMBA,
         by_layer=frozenset(("attention.head_count_kv",)),
         more=_granite_hybrid,
@@ -345,19 +349,21 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "mistral3": ModelFamily(
         model_type="ministral3",
         class_name="Ministral3ForCausalLM",
-        turns_neighbours=True,
+        rotates_adjacent_pairs=True,
         known=frozenset(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")),
         more=_ministral3,
     ),
     "phi3": ModelFamily(
         model_type="phi3",
         class_name="Phi3ForCausalLM",
-        turns_parts=True,
+        rotates_partially=True,
         known=frozenset(("attention.sliding_window", "rope.scaling.attn_factor")),
         rotary=_long_rope,
         more=_phi3,
     ),
-    "smollm3": ModelFamily(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
+    "smollm3": ModelFamily(
+        model_type="smollm3", class_name="SmolLM3ForCausalLM", rotates_adjacent_pairs=True, more=_smollm3
+    ),
 }  # fmt: skip
 _QWEN35 = frozenset(
     (

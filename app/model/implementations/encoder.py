@@ -29,7 +29,7 @@ from app.model.encoder import (
     token_types,
 )
 from app.model.positions import fix_positions
-from app.model.source import config_of_transformers, pretrained, refusing_what_fails
+from app.model.source import config_of_transformers, pretrained, unsupported_if_fails
 from app.model.verification import difference_above
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
                 f"model.{name} is {given}, which encoders such as {config.path} do not support; remove the setting"
             )
     device, chosen = device_of(config), dtype_of(config, location)
-    with refusing_what_fails(config.path):
+    with unsupported_if_fails(config.path):
         return _verified(config, location, device, chosen.dtype)
 
 

@@ -33,7 +33,7 @@ from app.model.forward import Prediction
 from app.model.gpu_backends import GRAPHS, LIBRARY, TORCH, WITHOUT_TRITON, BackendFailed, cause_of, is_lost
 from app.model.implementations.loaded_model import LoadedModel
 from app.model.kv_cache import block_bytes, stored_dtype
-from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
+from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, explaining_out_of_memory, gpu_memory, graph_bytes
 from app.model.recurrence import TorchRecurrence
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import draw_tokens
@@ -137,7 +137,7 @@ def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> 
     fix = (
         f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
     )
-    with refusing_to_run_short("the weights and a step of the largest size", fix):
+    with explaining_out_of_memory("the weights and a step of the largest size", fix):
         needs = model.needs(config, largest_batch(limits, model.model_info, block_size=block_size))
     gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
     gpu.check(needs, block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype))

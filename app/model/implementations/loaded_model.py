@@ -67,11 +67,11 @@ class LoadedModel(ABC):
         return self
 
     def with_groups(
-        self, windows: Mapping[int, int | None], *, kept_beside: int = 0, is_of_one_shape: bool = False
+        self, windows: Mapping[int, int | None], *, extra_kept_tokens: int = 0, is_of_one_shape: bool = False
     ) -> Self:
         """Return the model with its layers grouped by their windows, or the model itself if that saves no memory.
 
-        windows: by layer, in tokens. kept_beside: the number of tokens behind a window that kernels may still read.
+        windows: by layer, in tokens. extra_kept_tokens: how many tokens behind a window kernels may still read.
         is_of_one_shape: whether all layers must have one shape to be divided into groups.
         """
         groups = LayerGroups.of(
@@ -80,7 +80,7 @@ class LoadedModel(ABC):
         )  # fmt: skip
         if groups.num_groups == 1:
             return self
-        window = groups.window + kept_beside
+        window = groups.window + extra_kept_tokens
         model_info = replace(self.model_info, num_window_groups=groups.num_groups - 1, window_tokens=window)
         return replace(self, groups=groups, model_info=model_info)
 

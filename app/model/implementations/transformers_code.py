@@ -46,7 +46,7 @@ from app.model.memory import MemoryNeeds, is_out_of_memory
 from app.model.own_attention import CacheProbe, OwnAttention, keep_own_attention
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
-from app.model.positions import fix_positions, why_places_matter
+from app.model.positions import fix_positions, why_indices_matter
 from app.model.recurrence import TorchRecurrence
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import TorchModelRunner
@@ -57,10 +57,10 @@ from app.model.source import (
     length_limit,
     mapped_model,
     module_without_weights,
-    not_computed,
     part_of_rank,
     read_module,
     reason_of,
+    unsupported_recurrence,
 )
 from app.model.verification import NUM_TOKENS, Output, Reference, TrialBlocks, run_module, tokens_to_try
 
@@ -102,7 +102,7 @@ class TransformersModel(LoadedModel):
         if whole is not None:
             whole.verify("split among ranks", reference.own)
         model = cls._of(source, module, step, reference, mapped)
-        if reason := why_places_matter(module, model.model_info.max_model_len):
+        if reason := why_indices_matter(module, model.model_info.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
         if source.found.get_text_config() is not source.found:  # models that accept images may choose other positions
             _verify_numbering(module, reference, type(step)())
@@ -198,7 +198,7 @@ class TransformersModel(LoadedModel):
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
         windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
         return self.with_groups(
-            windows, kept_beside=LARGEST_TILE - 1 if has_tiles else 0, is_of_one_shape=has_tiles
+            windows, extra_kept_tokens=LARGEST_TILE - 1 if has_tiles else 0, is_of_one_shape=has_tiles
         )  # fmt: skip
 
     def ready(self, source: ModelSource) -> TransformersModel:
@@ -392,7 +392,7 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
     """Raise UnsupportedModel if the model has recurrent layers that do not call our operators."""
     path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
     if kinds and not step.states:
-        raise UnsupportedModel(f"{path} ({module.config.model_type}) {not_computed(kinds)}")
+        raise UnsupportedModel(f"{path} ({module.config.model_type}) {unsupported_recurrence(kinds)}")
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference, step: ProbeStep | CacheProbe) -> None:

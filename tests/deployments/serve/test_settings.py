@@ -14,11 +14,11 @@ from app.errors import InvalidSetup
 from app.fleet.dispatch import DECODE, PREFILL, Candidate, RequestSize, group_of_rank, make_policy
 from deployments.serve.settings import (
     apply_override,
-    asked_threads,
     groups_of,
     max_ingress_requests,
     parse,
     read_serve_file,
+    requested_threads,
 )
 
 SIZE = RequestSize(num_prompt_tokens=1, num_expected_tokens=1)
@@ -158,7 +158,7 @@ def test_a_replica_of_several_ranks_reserves_as_much_for_each() -> None:
     config = parse(args)
     [model] = config.models
     assert (model.replicas.reserved_cpus, model.replicas.reserved_gpus) == (8, 4)
-    assert asked_threads(config)[:4] == [None] * 4
+    assert requested_threads(config)[:4] == [None] * 4
 
 
 def test_two_names_that_serve_could_not_tell_apart_are_refused() -> None:
