@@ -383,6 +383,8 @@ class Fleet:
                         await self._wake()
                 return replica_ids
         except TimeoutError:
+            if replica_ids := self._open_replica_ids(in_flight):  # a replica has become available at this moment
+                return replica_ids
             for replica_id in filter(self._is_open, self._registry.replica_ids):
                 unknown = self._registry.unknown_field(replica_id, in_flight.request)
                 if unknown is None:  # the replica was excluded because of its weights
