@@ -41,6 +41,8 @@ def adapter_folder(path: str) -> Path:
     """Return `path` if it is a folder, else download it as a hub id. Raises UnsupportedAdapter if that fails."""
     if os.path.isdir(path):
         return Path(path).resolve()
+    if path.startswith(("/", ".", "~")):  # no hub id
+        raise UnsupportedAdapter(f"the adapter {path[:200]!r} is not a folder here; copy its files to this machine")
     from transformers.utils.hub import snapshot_download
 
     try:

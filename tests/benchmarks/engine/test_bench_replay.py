@@ -498,7 +498,9 @@ def test_a_real_log_with_adapters_is_replayed_with_the_files_that_it_names(
     weights.write_text(content)
     kept.rename(kept.with_name("moved"))
     assert main([log]) == 2
-    assert "the log has requests with the adapter support: there is no adapter" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: the log has requests with the adapter support: the adapter '/"), error
+    assert "is not a folder here" in error
     assert main([log, "--simulated"]) == 0
 
 

@@ -238,7 +238,7 @@ def test_a_decoder_that_computes_something_else_is_refused(tiny_model_path, monk
 
 @pytest.mark.parametrize("other", [{"device": "cuda"}, {"backend": "torch"}, {"simulated": {}}])
 def test_settings_that_exclude_the_native_decoder_are_refused(other: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match=f"quantization is int8, .* and {next(iter(other))} is"):
+    with pytest.raises(ValidationError, match=f"quantization is int8, .* but {next(iter(other))} is"):
         ModelConfig.model_validate({"quantization": "int8"} | other)
 
 
