@@ -35,12 +35,15 @@ def _read_file(folder: Path) -> Tokenizer | None:
         added = {(number, token.content, token.special) for number, token in found.get_added_tokens_decoder().items()}
         settings = _read_json(folder / "tokenizer_config.json")
         special = {*_special_tokens(settings), *_special_tokens(_read_json(folder / "special_tokens_map.json"))}
+        if found.padding is not None:
+            special.add(found.padding["pad_token"])
         described = settings.get("added_tokens_decoder") or {}
         numbered = {(int(number), token["content"], token["special"]) for number, token in described.items()}
     except Exception:  # transformers may be able to read the files, and otherwise reports the mistake
         return None
-    is_whole = not (folder / "added_tokens.json").exists() and numbered <= added
-    return found if is_whole and special <= {content for _, content, is_special in added if is_special} else None
+    names_other_files = (folder / "added_tokens.json").exists() or "fast_tokenizer_files" in settings
+    has_all = numbered <= added and special <= {content for _, content, is_special in added if is_special}
+    return found if has_all and not names_other_files else None
 
 
 def _special_tokens(settings: dict[str, Any]) -> Iterator[str]:

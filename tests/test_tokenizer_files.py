@@ -62,6 +62,27 @@ def test_tokens_that_only_the_settings_name_are_there(settings: dict[str, Any], 
     assert tokens_of(read_tokens(str(tmp_path), None)) == of_transformers(tmp_path) != before
 
 
+def test_the_token_that_pads_is_special(tmp_path: Path) -> None:
+    with_special_tokens()._pretrained.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 5}
+    content = json.loads(file.read_text()) | {"padding": padding | {"pad_type_id": 0, "pad_token": "ab"}}
+    file.write_text(json.dumps(content))
+    assert tokens_of(read_tokens(str(tmp_path), None)) == of_transformers(tmp_path)
+    assert {"ab"} <= {token["content"] for token in of_transformers(tmp_path)["added_tokens"] if token["special"]}
+
+
+def test_a_file_for_this_version_is_read(tmp_path: Path) -> None:
+    with_special_tokens()._pretrained.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.4.0.0.json")
+    build_byte_fallback()._pretrained.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
+    file.write_text(json.dumps(settings))
+    assert tokens_of(read_tokens(str(tmp_path), None)) == of_transformers(tmp_path)
+
+
 def test_transformers_is_not_imported_for_the_bundled_model(demo_path: Path) -> None:
     code = f"""
 import sys

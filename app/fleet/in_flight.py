@@ -111,7 +111,7 @@ class InFlightRequest:
             if deadline_s <= 0:
                 raise DeadlineMissed(
                     f"the deadline of {self.request.deadline_s:g} s passed after {self.num_tokens:,} generated tokens, "
-                    f"while the request was waiting for a replica"
+                    f"before the request was sent to a replica again"
                 )
         return deadline_s
 

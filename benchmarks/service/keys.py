@@ -76,7 +76,7 @@ class _Ingress:
         self.reporter = UsageReporter(pools.usage, limits := AccountLimits(self.ring), clock=clock)
         self.begun_at = self.next_at = 0.0
         self.is_hurried = False
-        limits.on_hurry(lambda: setattr(self, "is_hurried", True))
+        limits.on_report_request(lambda: setattr(self, "is_hurried", True))
 
 
 class Exchanges:

@@ -79,7 +79,7 @@ class _Ingress:
         self.reporter = UsageReporter(self.counter, limits, clock=clock)
         self.begun_at = self.next_at = 0.0  # times of the last and the next exchange
         self.turn = 0  # number of the next exchange; exchanges planned earlier are stale
-        limits.on_hurry(lambda: request_report(self))
+        limits.on_report_request(lambda: request_report(self))
 
 
 class Owner:
@@ -123,7 +123,7 @@ class _Run:
         )
         share = 1 / case.num_ingresses
         self._ingresses = [
-            _Ingress(config, self._clock, self._hurry, first_share=share) for _ in range(case.num_ingresses)
+            _Ingress(config, self._clock, self._report_early, first_share=share) for _ in range(case.num_ingresses)
         ]
         self._single = _Ingress(config, self._clock, lambda ingress: None, first_share=1.0)
         self._owner = Owner(self._clock)
@@ -159,7 +159,7 @@ class _Run:
         ingress.next_at = at
         self._at(at, partial(self._exchange, ingress, ingress.turn))
 
-    def _hurry(self, ingress: _Ingress) -> None:
+    def _report_early(self, ingress: _Ingress) -> None:
         """Bring the next exchange forward as `UsageExchange` does, but not before a pending answer has arrived."""
         at = max(self.now, ingress.begun_at + self._case.answer_s + HURRY_S)
         if at < ingress.next_at:

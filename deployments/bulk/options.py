@@ -111,6 +111,7 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
     if model is None and len(models) > 1:
         raise InvalidSetup(f"{config}: defines several models ({', '.join(models)}); choose one with --model")
     where, served = models.get(model or "", found[0])
+    served = served.with_setting("adapters", {})  # rows use the model itself
     if model is not None and model not in models:
         served = served.with_setting("name", model).with_setting("engine.model.path", named_model(model))
     if mistakes := mistakes_of_model(where, served, are_all_here="RAY_ADDRESS" not in os.environ):

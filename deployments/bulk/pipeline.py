@@ -50,7 +50,9 @@ def prepared_items(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    numbers = ray.data.range(len(open_pieces), override_num_blocks=len(open_pieces))
+    # `ray.data.range` would start tasks that reserve CPUs, and the engines may have reserved all CPUs.
+    items = [{"number": number} for number in range(len(open_pieces))]
+    numbers = ray.data.from_items(items, override_num_blocks=len(items))
     prepared = numbers.map_batches(
         ItemPreparer,
         fn_constructor_args=(how, open_pieces, ended.to_bytes()),
@@ -85,7 +87,7 @@ class ItemPreparer:
         except RayError:  # the engine has died; the next pass uses another engine's model info
             return
         items_in_a_piece = 128
-        for number in batch["id"]:
+        for number in batch["number"]:
             rows = (row for row in read_piece(self._pieces[number]) if row.number not in self._ended)
             while some := [item_of(row, self._how.rows, BULK_URLS) for row in islice(rows, items_in_a_piece)]:
                 prepared = asyncio.run(_prepared(some, handler))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 
 import ray
 
@@ -66,11 +66,16 @@ async def _run(
 def _until_it_breaks(
     pieces: Generator[list[PreparedItem | InvalidItem], None, None],
 ) -> Generator[list[PreparedItem | InvalidItem], None, None]:
+    has_begun = False
     try:
-        yield from pieces
-    except InvalidSetup as error:  # Ray makes its errors instances of their causes
-        raise InvalidSetup(reason(error)) from error
+        with closing(pieces):
+            for piece in pieces:
+                has_begun = True
+                yield piece
     except ray.exceptions.RayError as error:
+        # Once rows were prepared, the settings are valid, and the cause may be temporary.
+        if isinstance(error, InvalidSetup) and not has_begun:  # Ray makes its errors instances of their causes
+            raise InvalidSetup(str(getattr(error, "cause", error))) from error
         raise ReadingBroke(reason(error)) from error
 
 

@@ -54,7 +54,8 @@ def roll_out(path: Path, lines: StatusLines) -> NoReturn:
 
 def _schema(path: Path, config: ServeFile) -> ServeDeploySchema:
     """Return the config for Serve. Without a host, the service listens on this machine only, unlike `serve run`."""
-    schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    schema = ServeDeploySchema.model_validate({name: value for name, value in document.items() if value is not None})
     schema.http_options.host = config.host
     return schema
 

@@ -32,7 +32,7 @@ class GpuPlan:
             needed = ".".join(map(str, LEAST_CAPABILITY))
             raise InvalidSetup(
                 f"{' and '.join(self._in_fp8)} fp8: {card.name} does not support FP8, which requires compute "
-                f"capability {needed}"
+                f"capability {needed} or higher"
             )
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
         if config.model.max_loaded_adapters is not None and not self._planned.needs.adapters:

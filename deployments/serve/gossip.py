@@ -85,7 +85,9 @@ class ModelGossip:
         override = SchedulerOverride(strategy=strategy, policy=policy)
         answers = await self._ask(with_entry(self._transport.table, OVERRIDE, override, now=time.time()))
         if not answers.reports:
-            raise Unavailable(f"no replica of {self._model!r} responded, so the scheduler was not switched; try again")
+            raise Unavailable(
+                f"no replica of {self._model!r} responded in time; check which scheduler is in use, or try again"
+            )
         await self._tell_senders()
         return _scheduling_of(answers)
 

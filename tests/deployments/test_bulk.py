@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -31,13 +32,17 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def config(tmp_path: Path, demo_path: Path) -> Path:
-    """Two engines whose steps take a time of their own on every machine, so that there is time to kill something."""
+def config(cluster: str, tmp_path: Path, demo_path: Path) -> Path:
+    """Two engines whose steps take a time of their own on every machine, so that there is time to kill something.
+
+    They reserve all CPUs, so nothing else of a run may need one.
+    """
+    cpus_of_one = math.floor(ray.available_resources()["CPU"] / 2 * 1000) / 1000
     slow = {"path": str(demo_path), "simulated": {"step_ms": 20, "end_probability": 0.05}}
     model = {
         "name": "demo",
         "engine": {"model": slow, "cache": {"memory_gib": 0.05}, "scheduler": {"max_running": 8}},
-        "replicas": {"num_replicas": 2, "num_cpus": 0.1},
+        "replicas": {"num_replicas": 2, "num_cpus": cpus_of_one},
     }
     application = {"name": "a", "import_path": "deployments.serve.application:build", "args": {"models": [model]}}
     path = tmp_path / "slow.yaml"

@@ -59,7 +59,7 @@ function rowsOf(history, id, stays, tokens) {
 }
 
 function fetched(use) {
-  return use.num_fetched_tokens ? `, ${use.num_fetched_tokens} of these fetched from storage in ${seconds(use.fetch_ms)}` : "";
+  return use.num_fetched_tokens ? `, ${use.num_fetched_tokens} of these fetched from elsewhere in ${seconds(use.fetch_ms)}` : "";
 }
 
 async function cancel() {
