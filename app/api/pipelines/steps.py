@@ -120,7 +120,11 @@ class RerankStep:
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
         documents = body.documents
         if not documents:
-            raise InvalidRequest(f"{body.model} ranks documents; send texts in documents", param="documents")
+            raise InvalidRequest(
+                f"{body.model} ranks documents, but the request has none; send a list of texts in the field "
+                "`documents`",
+                param="documents",
+            )
         prepared = await run.request_aside(
             ENDPOINTS["/v1/rerank"],
             self.model,

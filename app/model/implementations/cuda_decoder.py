@@ -57,7 +57,10 @@ class CudaModel(LoadedModel):
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> CudaModel:
-        """Fuse the weights of transformers' module and move the module to the meta device. expected: the reference."""
+        """Fuse the weights of transformers' module and move the module to the meta device.
+
+        expected: the reference output with which the model will be verified.
+        """
         settings = settings_of(own.module, own.rules)
         max_adapters, group = source.config.max_loaded_adapters, own.group
         weights = fuse_weights(
@@ -79,7 +82,11 @@ class CudaModel(LoadedModel):
         return cls.load(source, own, own.expected)
 
     def difference(self, source: ModelSource) -> str | None:
-        """Return how one step differs from the reference. `verified_graph_runner` later verifies the other steps."""
+        """Return how one step's output differs from the reference, or None if it is close enough.
+
+        This checks only one step. `verified_graph_runner` later checks several more, with the runner's own attention
+        and full KV memory.
+        """
         assert self.reference is not None, "a model without a reference cannot be verified"
         difference = self.reference.difference(self.output(source), source.config.quantization)
         if difference is None and self.adapters is not None:
@@ -87,7 +94,10 @@ class CudaModel(LoadedModel):
         return difference
 
     def output(self, source: ModelSource) -> Output:
-        """Run the reference's tokens in one step with temporary KV memory. `first_layer` of the result holds logits."""
+        """Run the reference's tokens in one step with temporary KV memory.
+
+        In the result, `first_layer` holds the logits that follow from the first layer alone.
+        """
         assert self.reference is not None, "a model without a reference cannot be verified"
         blocks = TrialBlocks.enough(source.block_size)
         attention = TritonAttention(
@@ -107,7 +117,10 @@ class CudaModel(LoadedModel):
         return Output(first.logits[None], whole.logits[None])
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
-        """Return this model. It keeps its reference until its steps are verified in the full KV memory."""
+        """Return this model, with its reference.
+
+        `verified_graph_runner` needs the reference after the full KV memory has been allocated.
+        """
         return self
 
     @property
