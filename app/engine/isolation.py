@@ -111,7 +111,7 @@ def _split(run: Run, batch: StepBatch, error: Exception, found: IsolationResult)
 class Quarantine:
     """Counts failures for each pair of prompt and sampling parameters, in bounded memory.
 
-    Only the engine's thread writes; any thread may read.
+    Only the engine's thread may write, but `holds` may be called from any thread.
     """
 
     def __init__(self) -> None:

@@ -279,7 +279,7 @@ class Grammars:
         return lambda begin: begin(matchers[0].deep_copy()), compiled.dropped
 
     def _get_tools(self) -> _Tools | None:
-        """Return the tools, or None if the tokenizer cannot be used. Created by the first call. Thread-safe."""
+        """Return `_tools`, which the first call creates, or None if the tokenizer cannot be used. Thread-safe."""
         with self._making_tools:
             if self._tools is None and not self._is_unreadable:
                 try:

@@ -55,7 +55,7 @@ def _sign_of_a_card() -> str | None:
 
 
 def _why_no_cuda() -> str:
-    """Return why torch finds no device, with a remedy. torch gives its reason only when CUDA is initialised."""
+    """Return the reason why torch finds no device, and a remedy. torch reports it only when it initialises CUDA."""
     version, built_for = torch.__version__, torch.version.cuda
     if built_for is None:
         return f"torch {version} is built without CUDA; install a CUDA torch"

@@ -159,7 +159,7 @@ class DecoderSettings:
         return self.num_heads * layer.head_dim * (2 if self.described.gates_attention else 1)
 
     def projected_size(self, layer: LayerSettings) -> int:
-        """Return how many numbers per token a mixer's input projections output in total."""
+        """Return the total number of values per token that a mixer's input projections output."""
         if layer.mixer == "short_convolution":
             return 3 * self.hidden_size
         if layer.mixer == "gated_delta_rule":
@@ -167,7 +167,7 @@ class DecoderSettings:
         return self.query_outputs(layer) + (2 * layer.kv_size if layer.stored_by is None else 0)
 
     def mixed_size(self, layer: LayerSettings) -> int:
-        """Return how many numbers per token a mixer passes to its output projection."""
+        """Return the number of values per token that a mixer passes to its output projection."""
         if layer.mixer == "short_convolution":
             return self.hidden_size
         return self.recurrent.values_size if layer.mixer == "gated_delta_rule" else self.num_heads * layer.head_dim

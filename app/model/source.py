@@ -56,7 +56,7 @@ _OTHER_LAYERS = {
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why code has failed to load or run a model, in one line with the line of code that raised the error."""
+    """Describe in one line why loading or running a model has failed, and which line of code raised the error."""
     if isinstance(error, UnknownAttention):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -146,7 +146,10 @@ class ModelSource:
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder with the files. Downloads a hub id. None if that fails, so that transformers reports why."""
+        """The folder with the files, which are downloaded if the location is a hub id.
+
+        None if the download fails. transformers then reports the reason.
+        """
         if Path(self.location).is_dir():
             return Path(self.location)
         from transformers.utils.hub import snapshot_download

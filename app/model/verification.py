@@ -183,7 +183,7 @@ class Reference:
             expected.verify(f"{how}, of {what},", computed, quantization)
 
     def difference_in_steps(self, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> str | None:
-        """Return the first difference for which `verify_steps` would raise, in words, or None."""
+        """Describe the first difference for which `verify_steps` would raise. Returns None if there is none."""
         for what, expected, computed in self._in_steps(compute, blocks):
             difference = expected.difference(computed, quantization)
             if difference is not None:
@@ -231,7 +231,7 @@ class Reference:
             raise UnsupportedModel(f"{self.path} computes different results {how} than with its own code: {difference}")
 
     def difference(self, computed: Output, quantization: str = "none") -> str | None:
-        """Return the difference in words if it exceeds rounding errors, or None."""
+        """Describe the difference if it exceeds rounding errors. Returns None otherwise."""
         # The first layer's limit is tight, because it reveals wrong attention. Rounding errors grow with each layer.
         kind = self.own.logits.dtype if quantization == "none" else quantization
         for what, mine, theirs, limit in zip(
@@ -250,7 +250,7 @@ class Reference:
 def difference_above(
     limit: float, mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool = False, least_size: float = 1e-9
 ) -> str | None:
-    """Return the relative difference between two outputs, in words, or None if it is within the limit.
+    """Describe the relative difference between two outputs. Returns None if it is within the limit.
 
     by_token: use the third quartile of the tokens' differences instead of the difference over all tokens. Mixtures need
     this: in bfloat16, two experts often have nearly equal scores, so rounding changes some tokens' experts.

@@ -1,4 +1,4 @@
-"""Pipeline steps that generate answers, and the rerank step. Route and index steps are in modules of their own."""
+"""Pipeline steps that generate answers, and the rerank step. Route and index steps are in other modules."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def _all_read(starts: Sequence[Callable[[], Awaitable[PendingAnswer]]]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankStep:
-    """Keeps the documents of the request that a model scores highest."""
+    """Keeps those of the request's documents that get the highest scores from a model."""
 
     name: str
     kind: str

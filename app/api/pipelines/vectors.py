@@ -40,7 +40,10 @@ async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> t
 
 
 async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
-    """Return each label's score for the user's last text, and the report. Raises Failure if a score is not finite."""
+    """Return each label's score for the user's last text, and the step's report.
+
+    Raises Failure if a score is not finite.
+    """
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
     state, report = run.begin(prepared, step)
     [scores] = await results_of(state, lambda index, numbers: numbers)
@@ -68,7 +71,7 @@ async def service_vectors(
     is_background: bool,
     on_progress: Callable[[int], object] = lambda number: None,
 ) -> list[Vector]:
-    """Return the vectors, with length 1, of texts that belong to the service. No key is charged for them.
+    """Return the vectors, normalised to length 1, of the service's own texts. No key is charged for them.
 
     Waits and retries while the replicas are full. `on_progress` is called with the number of vectors so far.
     """

@@ -106,7 +106,7 @@ class NativeKVCache:
     def why_not(
         layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this KV memory does not support a machine or these shapes, in words, or None."""
+        """Return the reason why this KV memory does not support a machine or these shapes, or None if it does."""
         if device.type != "cpu":
             return f"it runs on {device.type}"
         if dtype not in DTYPES:

@@ -39,7 +39,10 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """Return why the machine or the settings rule out this decoder, or None. Does not inspect the model."""
+        """Return the reason why the machine or the settings rule out this decoder, or None if they do not.
+
+        Does not inspect the model.
+        """
         if source.config.quantization == "fp8":
             return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
         backend = source.config.backend
@@ -47,7 +50,7 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """Return why this decoder does not support the model's structure, or None if it does."""
+        """Return the reason why this decoder does not support the model's structure, or None if it does."""
         reason = why_not_llama_like(own.module, "cuda") or why_attention_is_not_llama_like(
             own.module, own.rules, "cuda"
         )
