@@ -250,8 +250,8 @@ class BatchBuilder:
         eos_token_ids: frozenset[int],
         computes_whole_prompts: bool = False,
     ) -> None:
-        """All prompts together may use `max_prefill_tokens` of the budget, and each prompt `chunk_tokens`. The prompts of
-        background requests together may use `max_background_tokens`.
+        """All prompts together may use `max_prefill_tokens` of the budget, and all background prompts together
+        `max_background_tokens`. A single prompt may use `chunk_tokens`.
 
         If `computes_whole_prompts`, prompts are not divided, and a prompt above a limit gets its own step.
         """

@@ -2,8 +2,7 @@
 
 `BatchFormat` formats the lines of a batch's output and error files, as in OpenAI's API. `RecordFormat` formats the
 records of a bulk run. Lone surrogates, which UTF-8 cannot encode, become question marks, so that one bad text does not
-fail the whole file.
-`write_batch_files` and `write_records` block, so call them in a thread.
+fail the whole file. `write_batch_files` and `write_records` block, so call them in a thread.
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ def read_module(source: ModelSource) -> PreTrainedModel:
 
 
 def fix_positions_of(source: ModelSource, module: PreTrainedModel) -> None:
-    """Fix positions for the longest served sequence. If that is unknown, the model will be rejected later."""
+    """Fix positions for the longest served sequence. If its length is unknown, the model will be rejected later."""
     if known := source.config.max_model_len or length_limit(module):
         fix_positions(module, known)
 

@@ -161,7 +161,7 @@ class Reference:
         return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device), own=own)
 
     def part(self, first: int, end: int) -> Reference:
-        """Return the reference of tokens `first` to `end` - 1."""
+        """Return the reference for tokens `first` to `end` - 1."""
         token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
@@ -224,7 +224,7 @@ class Reference:
     def verify(self, how: str, computed: Output, quantization: str = "none") -> None:
         """Raise UnsupportedModel, with the numbers, if the outputs differ from the reference.
 
-        how: describes the implementation, for the message. quantization: of its weights or KV memory.
+        how: describes the implementation, for the message. quantization: how its weights or KV memory are quantised.
         """
         difference = self.difference(computed, quantization)
         if difference is not None:

@@ -76,7 +76,7 @@ def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: Reque
 
 
 def _message_begin(text: str) -> str:
-    """Return the part that all questions share. It ends with a letter before a colon, where a token also ends."""
+    """Return the start of the message, which all questions share. A token usually ends before `_message_end`."""
     return f"{text}\n\nQuestion"
 
 

@@ -65,7 +65,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
 
 
 def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
-    """Return Gemma 4's rotary parameters. It rotates a part of each head, with the frequencies of a whole head."""
+    """Return Gemma 4's rotary parameters. Gemma 4 rotates a part of each head, with the frequencies of a whole head."""
     settings.require_scaling("none")
     factors = settings.factors(_FACTORS, head_dim // 2)
     num_turned = 0 if factors is None else int((factors == 1.0).sum())
