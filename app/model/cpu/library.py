@@ -334,7 +334,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def log_use_of_amx(kind: str, *sizes: int) -> None:
-    """Log whether AMX multiplies numbers of this kind, or why it does not. sizes: the lengths of the multiplied rows."""
+    """Log whether AMX multiplies numbers of this kind, or why it does not. sizes: lengths of the multiplied rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
         logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)
