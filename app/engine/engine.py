@@ -339,7 +339,7 @@ class Engine:
         self._scheduler.pool.on_prefixes(note_held)
 
     def serve_prefixes(self, host: str) -> Address | None:
-        """Let other replicas fetch prefixes from KV memory. Returns the address, or None if there is no such store.
+        """Let other replicas fetch prefixes from KV memory. Returns the address, or None if no store supports this.
 
         Thread-safe. Raises OSError if this machine does not have the address `host`.
         """
@@ -441,7 +441,7 @@ class Engine:
             backend=self.runner.backend,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
-            sleep=None,  # `AsyncEngine.measurements` adds the statistics of the sleeper
+            sleep=None,  # `AsyncEngine.measurements` adds the statistics of its `SleepController`
             store=scheduler.fetches.stats(),
             **self._measurements.distributions(),
         )

@@ -418,10 +418,7 @@ class Scheduler:
         self._strategy.joined(sequence)
 
     def _to_preempt_for_waiting(self, num_places: int) -> list[EngineSequence]:
-        """Return the running sequences to preempt for waiting ones: background sequences, or others if the policy allows.
-
-        The result is empty unless sequences may join at any step.
-        """
+        """Return the running sequences to preempt for waiting ones: background ones, or any that the policy allows."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
         # Background requests rank last, and every policy lets foreground requests preempt them.
