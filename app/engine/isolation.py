@@ -1,4 +1,4 @@
-"""Finds the requests that make a step fail, by running halves of its batch, and rejects them if they are sent again."""
+"""Finds the requests that make a step fail by running halves of the batch, and rejects these if they are sent again."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class SleepController:
     # ------------------------------------------------------------------ wake
 
     def _wake(self) -> bool:
-        """Wake the engine if it has requests and it is its turn. If waking raises, it still holds the memory."""
+        """Wake the engine if it has requests and it is its turn. If waking fails, the engine still holds the memory."""
         engine, now = self._engine, self._engine.now()
         if not engine.has_work:
             self._turns.leave()

@@ -214,7 +214,7 @@ class FleetExecutor(Executor[Item]):
 
 
 class Window:
-    """A limit on items in flight. It grows exponentially while it is reached and no item is refused. Reads no clock.
+    """A limit on items in flight. It grows exponentially while it is reached and no item is refused.
 
     A service without an idle slot refuses immediately, so every item that was not refused is being computed, and a
     refusal reveals the exact capacity. TCP halves its window instead, because a loss shows only that a queue is full.

@@ -211,7 +211,7 @@ class ModelSource:
         )
 
     def check_ranks(self, size: int) -> None:
-        """Raise InvalidSetup, with the reason, if `size` ranks cannot share the model. Reads no weights."""
+        """Raise InvalidSetup, with the reason, if `size` ranks cannot share the model. Does not read weights."""
         if self.quantised is not None:
             raise InvalidSetup(
                 f"replicas.tensor_parallel: got {size}; a quantised checkpoint cannot be split among ranks. Serve the "
@@ -457,7 +457,7 @@ def part_of_rank(source: ModelSource, mapped: MappedModel | None = None) -> tupl
 
 
 def _reference_from_files(source: ModelSource) -> Reference | None:
-    """Compute the reference output layer by layer, reading weights from the files. None if that is not supported."""
+    """Compute the reference output layer by layer, reading weights from the files, or return None if unsupported."""
     mapped = mapped_model(source, source.device)
     if mapped is None:
         return None

@@ -160,7 +160,7 @@ class LoadedModel(ABC):
     def plain_attention(
         self, num_blocks: int, block_size: int, kind: type[TorchAttention] = TorchAttention
     ) -> PagedAttention:
-        """Allocate KV memory and return attention that uses no Triton kernels, or the model's own attention."""
+        """Allocate KV memory and return attention without Triton kernels, or the model's own attention."""
         raise NotImplementedError(f"{type(self).__name__} has kernels for it")
 
     @property

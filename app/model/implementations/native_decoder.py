@@ -104,7 +104,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def load_if_verified(cls, source: ModelSource) -> NativeModel | None:
-        """Load the model if it was verified at an earlier start, or return None. Reads no weights on the meta device.
+        """Load the model if it was verified at an earlier start, or return None. On the meta device, reads no weights.
 
         Does not import transformers, which would take longer than importing torch.
         """
