@@ -41,7 +41,7 @@ class HeldAdapter:
 
 
 class AdapterStore:
-    """Loads adapters when requests need them, one after another, in a dedicated thread. Any thread may call.
+    """Loads adapters when requests need them, one after another, in a dedicated thread. Thread-safe.
 
     Tenants take turns, even if one tenant requests many adapters. To make room, the store unloads the least recently
     used adapter of the tenant with the most adapters. An adapter belongs to the tenant that used it last.
@@ -95,7 +95,7 @@ class AdapterStore:
         return held
 
     def close(self) -> None:
-        """Stop loading. Requests that are waiting for an adapter end with EngineStopped. Safe to call twice."""
+        """Stop loading. Requests that are waiting for an adapter fail with EngineStopped. Safe to call twice."""
         with self._lock:
             self._is_closed = True
             self._loader.shutdown(wait=False, cancel_futures=True)

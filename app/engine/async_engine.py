@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaReceiver(Protocol):
-    """Receives the deltas of one or more requests, in order. Called in the event loop that called `submit`."""
+    """Receives the deltas of one or more requests, in order. Called in the event loop in which `submit` was called."""
 
     def put_all(self, deltas: Sequence[TokenDelta]) -> None:
         """Receive one step's deltas. A request's last delta has a finish reason and, if that is ERROR, an error."""
@@ -257,7 +257,7 @@ class AsyncEngine:
         logger.info("now scheduling with strategy %s and policy %s", config.strategy.name, config.policy.name)
 
     def stats(self) -> EngineStats:
-        """Return the statistics last published by the engine's thread. Any thread may call."""
+        """Return the statistics last published by the engine's thread. Thread-safe."""
         return self._stats
 
     @property
@@ -272,12 +272,12 @@ class AsyncEngine:
 
     @property
     def sleep(self) -> SleepStats:
-        """The engine's sleep state and statistics. Any thread may read this property."""
+        """The engine's sleep state and statistics. May be read from any thread."""
         return AWAKE if self._sleeper is None else self._sleeper.stats
 
     @property
     def backend(self) -> ChosenBackend | None:
-        """The backend that computes on a GPU, or None on a CPU. Any thread may read this property."""
+        """The backend that computes on a GPU, or None on a CPU. May be read from any thread."""
         return self._engine.runner.backend
 
     async def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
@@ -321,7 +321,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the callers' side
 
     def _leave(self, request_id: str) -> _Subscription | None:
-        """Remove a request's subscription and return it, or None if it was already removed. Any thread may call."""
+        """Remove a request's subscription and return it, or None if it was already removed. Thread-safe."""
         self._foreground.discard(request_id)  # must come first: the next line lets another request reuse the id
         return self._receivers.pop(request_id, None)
 
@@ -428,7 +428,7 @@ class AsyncEngine:
 
     def _on_turns_changed(self) -> None:
         """Wake the engine's thread. Called by the thread that listens to the other engines on the device."""
-        assert self._sleeper is not None, "only a sleeper listens to other engines"
+        assert self._sleeper is not None, "only a `SleepController` listens to other engines"
         with self._wake:
             self._sleeper.note_change()
             self._wake.notify()

@@ -192,7 +192,7 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """The result of a step. Mappings are by request id, and only contain requests that asked for their values."""
+    """The result of a step. Mappings are by request id, and contain only the requests that asked for the values."""
 
     token_ids: list[int]  # one for each item in `StepBatch.sampled`, in the same order
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # for the drawn tokens
@@ -250,9 +250,10 @@ class BatchBuilder:
         eos_token_ids: frozenset[int],
         computes_whole_prompts: bool = False,
     ) -> None:
-        """Of the budget, all prompts may use `max_prefill_tokens`, and each prompt `chunk_tokens`. All prompts of
-        background requests may use `max_background_tokens`. If `computes_whole_prompts`, prompts are not divided, and a
-        prompt above a limit gets a step of its own.
+        """All prompts together may use `max_prefill_tokens` of the budget, and all background prompts together
+        `max_background_tokens`. A single prompt may use `chunk_tokens`.
+
+        If `computes_whole_prompts`, prompts are not divided, and a prompt above a limit gets its own step.
         """
         self._budget = budget
         self.num_tokens_left = budget
@@ -435,7 +436,10 @@ def with_history(item: ScheduledSequence, sequence: EngineSequence, eos_token_id
 def expand_drafts(
     item: ScheduledSequence, sequence: EngineSequence, drafts: Sequence[int], eos_token_ids: frozenset[int]
 ) -> tuple[ScheduledSequence, ...]:
-    """Return an item with one token, and a copy that ends at each draft, with the penalties, bans and matcher there."""
+    """Return an item with one token, and one copy for each draft that is extended up to this draft.
+
+    Each copy has the penalties, bans and matcher that apply after its last token.
+    """
     draws, generated = [item], list(sequence.generated_token_ids)
     for draft in drafts:
         generated.append(draft)
@@ -513,7 +517,7 @@ def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
 
 
 def _num_kept(draws: Sequence[int], item: ScheduledSequence, end_token_ids: Collection[int]) -> int:
-    """Return how many draws are kept: the first, and later ones as long as the drafts are drawn and are no end tokens.
+    """Return how many draws are kept. Draws after the first are kept until a draft is wrong or is an end token.
 
     A later draw is not kept if its matcher failed. If it fails again as the first draw of a step, the request ends.
     """

@@ -42,15 +42,15 @@ class BlockPool:
         max_chunk_tokens: maximum tokens that a step adds to a sequence. Ignored without window groups.
         states: the state slots of a model with recurrent layers.
         """
-        assert num_blocks >= 0, "a pool has blocks or none"
+        assert num_blocks >= 0, "the number of blocks cannot be negative"
         assert block_size > 0, "a block needs at least one slot"
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_groups = 1 + num_window_groups
         self.max_chunk_tokens = max_chunk_tokens if num_window_groups else None
         self._window_tokens = window_tokens
-        # Maximum number of blocks that a sequence owns in one window group. It may get the blocks for two steps before
-        # the first of them has finished, and only releases whole blocks.
+        # Maximum number of blocks that a sequence owns in one window group. A sequence may get the blocks for two steps
+        # before the first step has finished, and it releases only whole blocks.
         self._max_in_window = self.num_blocks_for(window_tokens + 2 * max_chunk_tokens) + 2
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, without content
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, with content; by block id, oldest first

@@ -1,4 +1,7 @@
-"""The interface between an engine and a store for KV blocks outside KV memory. Uses no torch, files or threads."""
+"""The interface between an engine and a store for KV blocks outside KV memory.
+
+This module does not use torch, files or threads.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from app.engine.prefix import Block, Prefix, label_of_snapshot
 from app.engine.request import Address, Request
 from app.engine.stats import StoreStats
 
-# Returns those prefixes of the given tokens and salt that are in KV memory. Any thread may call.
+# Returns the prefixes of the given tokens and salt that are in KV memory. Thread-safe.
 Find = Callable[[Sequence[int], str], Sequence[Prefix]]
 
 
@@ -31,7 +34,7 @@ def name_of_snapshot(name: bytes) -> bytes:
 
 
 def name_of(prefix: Prefix, namespace: bytes) -> bytes:
-    """Return a prefix's name, which is stored in the prefix for later calls. Any thread may call."""
+    """Return a prefix's name, which is stored in the prefix for later calls. Thread-safe."""
     unnamed: list[Prefix] = []
     at: Prefix | str = prefix
     while isinstance(at, Prefix) and not at.name:
@@ -137,7 +140,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Return the store's statistics. Any thread may call."""
+        """Return the store's statistics. Thread-safe."""
 
     @abstractmethod
     def settle(self, timeout_s: float) -> None:

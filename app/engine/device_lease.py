@@ -1,7 +1,8 @@
 """Shares the memory of one device among several engines, each in its own process.
 
 A file lists the engines that hold memory and those that wait for memory, in the order of their requests. Engines that
-fit into the memory together use it concurrently. Otherwise, they take turns, first come, first served. Uses no torch.
+fit into the memory together use it concurrently. Otherwise, they take turns, first come, first served. This module does
+not use torch.
 """
 
 from __future__ import annotations
@@ -134,7 +135,10 @@ class DeviceLease:
     # ------------------------------------------------------------------ other engines
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Start a thread that calls `on_change` after every change by another engine, until `close`."""
+        """Start a thread that calls `on_change` whenever another engine acquires, releases or requests memory.
+
+        The thread runs until `close`.
+        """
         threading.Thread(target=self._hear, args=(on_change,), name="device-turns", daemon=True).start()
 
     def _hear(self, on_change: Callable[[], None]) -> None:
@@ -143,7 +147,7 @@ class DeviceLease:
                 on_change()
 
     def close(self) -> None:
-        """Leave for good. Safe to call twice."""
+        """Release the memory permanently and end the thread of `listen`. Safe to call twice."""
         if self._lock < 0:
             return
         self.leave()

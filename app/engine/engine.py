@@ -94,7 +94,7 @@ class Engine:
         return None if due_at is None else max(0.0, due_at - now)
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest if the engine can never serve the request. Changes nothing; any thread may call."""
+        """Raise InvalidRequest if the engine can never serve the request. Changes nothing. Thread-safe."""
         check_request(request, self.model_info)
         if request.adapter is not None and self.adapters is None:
             raise InvalidRequest(NO_ADAPTERS, param="model")
@@ -147,7 +147,7 @@ class Engine:
             observer.arrived(request, at=now)
 
     def now(self) -> float:
-        """Return the engine's clock in seconds. Any thread may call."""
+        """Return the time of the engine's clock in seconds. Thread-safe."""
         return self._clock()
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -335,13 +335,13 @@ class Engine:
             observer.limited(limits)
 
     def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
-        """See `BlockPool.on_prefixes`. Only the engine's thread may call."""
+        """See `BlockPool.on_prefixes`. Must be called in the engine's thread."""
         self._scheduler.pool.on_prefixes(note_held)
 
     def serve_prefixes(self, host: str) -> Address | None:
-        """Let other replicas fetch prefixes from KV memory. Returns the address, or None if there is no such store.
+        """Let other replicas fetch prefixes from KV memory. Returns the address, or None if no store supports this.
 
-        Any thread may call. Raises OSError if this machine does not have the address `host`.
+        Thread-safe. Raises OSError if this machine does not have the address `host`.
         """
         return self._scheduler.fetches.serve(host)
 
@@ -403,7 +403,7 @@ class Engine:
                 last_first.callback(observer.close)
 
     def check_health(self) -> None:
-        """Raise DeviceLost if the engine can no longer compute steps. Any thread may call."""
+        """Raise DeviceLost if the engine can no longer compute steps. Thread-safe."""
         self.runner.check()
 
     def stats(self) -> EngineStats:
@@ -426,11 +426,11 @@ class Engine:
 
     @property
     def tuning(self) -> Tuning | None:
-        """The limits since the tuner's last decision, or None without targets. Any thread may read this property."""
+        """The limits since the tuner's last decision, or None without targets. May be read from any thread."""
         return None if self._tuner is None else self._tuner.tuning
 
     def measurements(self) -> EngineMeasurements:
-        """Return all measurements since the engine started. Any thread may call."""
+        """Return all measurements since the engine started. Thread-safe."""
         scheduler = self._scheduler
         return EngineMeasurements(
             max_running=scheduler.limits.max_running,
@@ -441,7 +441,7 @@ class Engine:
             backend=self.runner.backend,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
-            sleep=None,  # `AsyncEngine.measurements` adds the statistics of the sleeper
+            sleep=None,  # `AsyncEngine.measurements` adds the statistics of its `SleepController`
             store=scheduler.fetches.stats(),
             **self._measurements.distributions(),
         )

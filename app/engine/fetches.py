@@ -1,4 +1,4 @@
-"""Fetches of prefixes from a store: the sequences that wait for them, and the blocks and slots that they fill."""
+"""Fetches prefixes from a store (`BlockStore`), and tracks the sequences that are waiting for a fetch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PrefixFetches:
         self._pool = pool
         self.store = store
         self._expected: list[_PendingFetch] = []
-        # Fetches that began and finished since the last `take_notes`: arrival number, number of blocks.
+        # Fetches that began and fetches that finished since the last `take_notes`: (arrival number, number of blocks).
         self._begun: list[tuple[int, int]] = []
         self._done: list[tuple[int, int]] = []
         self.num_tokens = 0  # tokens fetched so far
@@ -59,11 +59,11 @@ class PrefixFetches:
             self.store.offer(prefix)
 
     def serve(self, host: str) -> Address | None:
-        """See `BlockStore.serve`. Any thread may call."""
+        """See `BlockStore.serve`. Thread-safe."""
         return None if self.store is None else self.store.serve(host, self._pool.find)
 
     def stats(self) -> StoreStats | None:
-        """Return the store's statistics, or None without a store. Any thread may call."""
+        """Return the store's statistics, or None without a store. Thread-safe."""
         if self.store is None:
             return None
         return self.store.stats()._replace(num_fetched_tokens=self.num_tokens, num_given_up=self.num_given_up)

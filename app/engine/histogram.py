@@ -52,7 +52,7 @@ def sum_distributions(distributions: Iterable[Distribution], bounds: Bounds) -> 
 
 
 class Histogram:
-    """Counts values by size. One thread writes; any thread may take a snapshot."""
+    """Counts values by size. Only one thread may write, but a snapshot may be taken from any thread."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 

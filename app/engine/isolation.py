@@ -1,4 +1,4 @@
-"""Finds the requests that make a step fail, by running halves of its batch, and rejects them if they are sent again."""
+"""Finds the requests that make a step fail by running halves of the batch, and rejects these if they are sent again."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _split(run: Run, batch: StepBatch, error: Exception, found: IsolationResult)
 class Quarantine:
     """Counts failures for each pair of prompt and sampling parameters, in bounded memory.
 
-    Only the engine's thread writes; any thread may read.
+    Only the engine's thread may write, but `holds` may be called from any thread.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The changes of penalties and biases to one sequence's logits, updated with each token. Does not use torch."""
+"""The changes that penalties and biases make to one sequence's logits. Updated with each token. Does not use torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Matcher(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Compute the result of the next `allowed` in advance. Any thread may call, but not concurrently."""
+        """Compute the result of the next `allowed` in advance. May be called from any thread, but not concurrently."""
         ...
 
     def advance(self, token_id: int) -> None:

@@ -39,7 +39,7 @@ class BlockCopies(Protocol):
 
 
 class BlockMemory(ABC):
-    """KV memory as seen by a store or another replica. Any thread may call."""
+    """KV memory as seen by a store or another replica. Thread-safe."""
 
     block_bytes: int  # the size of one block, over all layers
     states: BlockMemory | None = None  # the state slots of recurrent layers, with each slot as a block
@@ -86,7 +86,7 @@ class ModelRunner(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support launching steps")
 
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
-        """Load an adapter. Returns the object for `ScheduledSequence.adapter`. Any thread may call, even during a step.
+        """Load an adapter. Returns the object for `ScheduledSequence.adapter`. Thread-safe, even during a step.
 
         After reading the files and before allocating memory, the runner calls `make_room`, which may unload another
         adapter. Raises UnsupportedAdapter and the errors of `make_room`.
@@ -94,10 +94,10 @@ class ModelRunner(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support adapters")
 
     def unload_adapter(self, adapter: object) -> None:
-        """Unload an adapter that no later step will use. Steps in flight may still use it. Any thread may call."""
+        """Unload an adapter that no later step will use. Steps in flight may still use it. Thread-safe."""
 
     def kv_memory(self) -> BlockMemory | None:
-        """Return the KV memory, or None if the runner sleeps or does not support copies. Any thread may call."""
+        """Return the KV memory, or None if the runner sleeps or does not support copies. Thread-safe."""
         return None
 
     def sleep(self) -> None:
@@ -107,7 +107,7 @@ class ModelRunner(ABC):
         """Restore the weights and allocate empty KV memory, which may take seconds. Called in the thread of `run`."""
 
     def check(self) -> None:
-        """Raise DeviceLost if one of this runner's other processes has ended. Any thread may call."""
+        """Raise DeviceLost if one of this runner's other processes has ended. Thread-safe."""
 
     def close(self) -> None:
         """Stop this runner's other processes. Do not use the runner afterwards."""

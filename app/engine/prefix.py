@@ -42,7 +42,7 @@ class Prefix:
 
     @property
     def is_held(self) -> bool:
-        """Whether the block still holds this prefix. Any thread may call."""
+        """Whether the block still holds this prefix. Thread-safe."""
         return self.block.prefix is self
 
     @property
@@ -77,7 +77,7 @@ class Snapshot:
 
     @property
     def is_held(self) -> bool:
-        """Whether the slot still holds this snapshot. Any thread may call."""
+        """Whether the slot still holds this snapshot. Thread-safe."""
         return self.prefix.snapshot is self
 
     @property

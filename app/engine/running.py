@@ -91,7 +91,7 @@ class RunningSequences:
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
         if self._pool.states is not None:
             prefix = sequence.prefixes[-1] if cached else None
-            assert prefix is None or prefix.num_tokens == sequence.num_computed_tokens, "as long as its blocks"
+            assert prefix is None or prefix.num_tokens == sequence.num_computed_tokens, "the prefix fills its blocks"
             sequence.states = self._pool.states.begin(prefix)
             sequence.states.num_matched_tokens = num_matched * self._pool.block_size
 
@@ -137,7 +137,7 @@ class RunningSequences:
     def num_draftable(self, sequence: EngineSequence, *, is_short: bool) -> int:
         """Return how many drafts a sequence has room for. The last token before `max_tokens` is never a draft.
 
-        is_short: whether blocks are short, so that drafts must fit into the blocks that the sequence already owns.
+        is_short: whether blocks are scarce, so that drafts must fit into the blocks that the sequence already owns.
         """
         num_free = 0 if is_short else self._pool.num_free // self._pool.num_groups
         num_slots = (len(sequence.blocks) + num_free) * self._pool.block_size
@@ -173,7 +173,7 @@ class RunningSequences:
         return pool.path(states, start, start + num_tokens, marks, has_drafts=has_drafts)
 
     def _snapshot_marks(self, sequence: EngineSequence, start: int, end: int) -> list[int]:
-        """Return the lengths in (start, end] that are worth a snapshot of the state, multiples of the block size."""
+        """Return the lengths in (start, end] whose state is worth a snapshot. They are multiples of the block size."""
         size = self._pool.block_size
         if sequence.is_decoding:
             return list(range(size * (start // size + 1), end + 1, size))

@@ -1,4 +1,4 @@
-"""Decides which tokens each step computes and when each sequence ends. Uses no torch, threads or clock.
+"""Decides which tokens each step computes and when each sequence ends. Does not use torch or threads, or read a clock.
 
 As in vLLM's V1 scheduler, there is no prefill phase and no decode phase. Each step divides a token budget among the
 sequences, so that their computed tokens catch up with their known tokens. Chunked prefill (Sarathi, Agrawal et al.,
@@ -160,7 +160,7 @@ class Scheduler:
         return self._lengths.expected(request.length_classes, at_least=sampling.min_tokens, at_most=sampling.max_tokens)
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end generation. Requests without stop tokens of their own share one set."""
+        """Return the tokens that end generation. Requests without their own stop tokens share one set."""
         eos_token_ids = self._eos_token_ids if sampling.ends_at_eos else frozenset[int]()
         return eos_token_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos_token_ids
 
@@ -418,7 +418,7 @@ class Scheduler:
         self._strategy.joined(sequence)
 
     def _to_preempt_for_waiting(self, num_places: int) -> list[EngineSequence]:
-        """Return the running sequences to preempt for waiting ones, as the policy permits, or background sequences."""
+        """Return the running sequences to preempt for waiting ones: background ones, or any that the policy allows."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
         # Background requests rank last, and every policy lets foreground requests preempt them.

@@ -89,7 +89,7 @@ class EngineSequence:
     num_fetched_tokens: int = 0  # tokens whose KV was fetched from a store
     fetch_s: float = 0.0  # seconds spent waiting for fetches
     blocks: list[Block] = field(default_factory=list)  # in token order
-    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; not shortened in place, because steps use it
+    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; never shortened in place: steps read it
     windows: Windows | None = None  # set while it runs, for a model with window groups
     prefixes: list[Prefix] = field(default_factory=list)  # the prefixes that end with its full, computed blocks
     states: SequenceStates | None = None  # set while it runs, for a model with recurrent layers
@@ -181,7 +181,10 @@ class EngineSequence:
         return (*self.request.prompt_token_ids[start:], *self.generated_token_ids[: end - num_prompt])
 
     def current_adjustments(self) -> LogitAdjustments | None:
-        """Return the changes of penalties and biases to the next logits. With penalties, all tokens must be known."""
+        """Return the changes that penalties and biases make to the next logits.
+
+        With penalties, all tokens must be known.
+        """
         sampling = self.request.sampling
         if self.adjustments is None and sampling.adjusts_logits:
             self.adjustments = LogitAdjustments(sampling, self.request.prompt_token_ids)

@@ -1,4 +1,7 @@
-"""Decides when an engine sleeps and wakes. Uses no torch or threads."""
+"""Decides when an engine sleeps and wakes.
+
+Does not use torch. The only thread is the one that `DeviceLease.listen` starts.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,21 @@ class SleepController:
         self._asked_at: float | None = None  # when the engine requested memory; set while it waits
         self._turn_ends_at: float | None = None  # set while other engines need its memory
         self._num_before_turn = 0  # `_num_done` when the turn began
-        self._has_changed = True  # whether the turns of the device have changed since the last `advance`
+        # Whether another engine has acquired, released or requested memory since the last `advance`. Also set at first,
+        # and when a turn begins.
+        self._has_changed = True
         self.stats = SleepStats(last_wake_s=startup_s)  # only replaced as a whole; any thread may read it
         self._begin_turn()
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Start a thread that calls `on_change` after every change by another engine on the device, until `close`."""
+        """Start a thread that calls `on_change` whenever another engine acquires, releases or requests memory.
+
+        The thread runs until `close`.
+        """
         self._turns.listen(on_change)
 
     def note_change(self) -> None:
-        """Record that another engine on the device has changed the turns. Any thread may call."""
+        """Record that another engine has acquired, released or requested memory. May be called from any thread."""
         self._has_changed = True
 
     @property
@@ -100,7 +108,10 @@ class SleepController:
 
     @property
     def _switch_s(self) -> float:
-        """Seconds that the last sleep and wake took together; 0 before the first wake, because startup takes longer."""
+        """Seconds that the last sleep and wake took together.
+
+        Before the first wake it is 0, because `last_wake_s` still holds the startup time, which is longer.
+        """
         stats = self.stats
         return self._sleep_s + stats.last_wake_s if stats.num_wakes else 0.0
 
@@ -123,7 +134,7 @@ class SleepController:
     # ------------------------------------------------------------------ wake
 
     def _wake(self) -> bool:
-        """Wake the engine if it has requests and it is its turn. If waking raises, it still holds the memory."""
+        """Wake the engine if it has requests and it is its turn. If waking fails, the engine still holds the memory."""
         engine, now = self._engine, self._engine.now()
         if not engine.has_work:
             self._turns.leave()

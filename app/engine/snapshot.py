@@ -73,8 +73,8 @@ class TuningView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An engine's current state, and the slots that requests have left since the previous view.
 
-    A full view contains a `SlotUse` for every slot in use. In later views, three numbers in `reported` replace it if
-    only tokens and blocks were added.
+    A full view contains a `SlotUse` for every slot in use. In later views, three numbers in `reported` replace the
+    `SlotUse` of a request that has only gained tokens and blocks.
     """
 
     strategy: str

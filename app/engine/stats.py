@@ -59,7 +59,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_accepted_tokens: int = 0  # drafted tokens that became part of an output
     num_layer_groups: int = 1  # groups of layers, each with its own blocks for a token (see `block_pool.py`)
     num_state_slots: int = 0  # slots for the states of recurrent layers (see `state_pool.py`)
-    num_free_state_slots: int = 0  # slots available to new sequences, including those of snapshots that none reads
+    num_free_state_slots: int = 0  # slots available to new sequences, including those of unused snapshots
     total_unresumable_tokens: int = 0  # prompt tokens with cached keys and values, but no snapshot from which to resume
 
 
@@ -228,7 +228,7 @@ class MeasurementCollector(StepObserver):
         return times
 
     def distributions(self) -> dict[str, Distribution]:
-        """Return the distributions of `EngineMeasurements`. Any thread may call, because counting is atomic."""
+        """Return the distributions of `EngineMeasurements`. Thread-safe, because counting is atomic."""
         return {
             "queue_s": self._queue_s.snapshot(),
             "prefill_s": self._prefill_s.snapshot(),

@@ -1,4 +1,4 @@
-"""Estimates how long an engine's steps take, based on its recent steps. Reads no clock.
+"""Estimates how long an engine's steps take, based on its recent steps. Does not read a clock.
 
 The tuner uses it to find the largest step within a time limit, and drafters to find how much time a draft adds to a
 step. Deadlines and `Retry-After` use the recent throughput. The planner (`deployments/plan/step_cost.py`) has its own

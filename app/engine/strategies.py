@@ -81,7 +81,7 @@ CLOSED = StepPlan(num_admissible=0)
 
 
 class BatchingStrategy(ABC):
-    """Decides before every step how many waiting sequences may join. Used by one thread. Reads no clock."""
+    """Decides before every step how many waiting sequences may join. Used by one thread. Does not read a clock."""
 
     joins_any_step = False  # whether sequences may join while others run, so that one may replace another
 

@@ -1,4 +1,4 @@
-"""Adjusts an engine's limits so that it meets its latency targets. Uses no clock or torch.
+"""Adjusts an engine's limits so that it meets its latency targets. Does not use torch or read a clock.
 
 The time between two tokens is the time of the step between them. The tuner therefore learns how the time of a step
 depends on its size, and limits steps to the largest size within the target. This limit is the token budget of
@@ -70,7 +70,7 @@ class Tuner(StepObserver):
     def __init__(
         self, config: SchedulerConfig, *, running: Sequence[object], limit: Callable[[StepLimits], None]
     ) -> None:
-        """`config` must have targets. `running` is the engine's list of running sequences. `limit` sets its limits."""
+        """`config` must have targets. `running` is the engine's list of running sequences. `limit` sets new limits."""
         self._running = running
         self._limit = limit
         targets = config.targets

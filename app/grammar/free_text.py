@@ -1,4 +1,6 @@
-"""Free text between triggers. Detects complete triggers, and bans tokens that continue past the end of a trigger.
+"""Free text between pieces that follow a grammar (see `tags.py`). A trigger is the text that starts a piece.
+
+Detects complete triggers, and bans tokens that continue past the end of a trigger.
 
 This module works with bytes, so that free text is as unrestricted as without a grammar: even invalid UTF-8 is allowed.
 """
@@ -22,7 +24,9 @@ class FreeTextState(NamedTuple):
     """The state after some text: how much of each trigger has been matched."""
 
     tail: bytes  # the longest suffix of the text that is a prefix of a trigger
-    openings: tuple[tuple[int, int], ...]  # (number, matched length) of each opening that matches the whole text so far
+    openings: tuple[
+        tuple[int, int], ...
+    ]  # (trigger number, matched length) of each opening that matches the whole text
 
 
 class TokenTable:
@@ -86,14 +90,14 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The text that starts a piece. An opening only matches at the start of the output, even with added white space."""
+    """A trigger's text. An opening matches only at the start of the output, even with added white space."""
 
     text: bytes
     is_opening: bool
 
 
 class FreeText:
-    """Computes the allowed tokens at each place in a free text, and the place after each token."""
+    """Computes the allowed tokens in each state of a free text, and the state after each token."""
 
     def __init__(self, table: TokenTable, triggers: Sequence[Trigger]) -> None:
         self._table = table
@@ -102,7 +106,7 @@ class FreeText:
         self._by_token = {
             table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
         }
-        # Tokens that contain a trigger and continue past its end are banned at every place.
+        # Tokens that contain a trigger and continue past its end are banned in every state.
         whole = {token_id for _, text in self._triggers for token_id in table.containing(text)}
         self._middle = without_tokens(table.all, whole)
         self._names = {number: table.containing(each.last_word) for number, each in self._openings.items()}
@@ -113,7 +117,7 @@ class FreeText:
     def allowed(self, place: FreeTextState) -> bytes:
         """Return a bit mask of all tokens, except those that continue past a trigger's end into its content."""
         allowed = self._allowed.get(place)
-        max_places = 16  # cached places per grammar; one trigger has about a dozen
+        max_places = 16  # cached states per grammar; one trigger has about a dozen
         if allowed is None:
             allowed = self._allowed[place] = without_tokens(self._middle, self._writing_past(place))
             if len(self._allowed) > max_places:
@@ -121,7 +125,7 @@ class FreeText:
         return allowed
 
     def after(self, place: FreeTextState, token_id: int) -> FreeTextState | int:
-        """Return the place after a token, or the number of the trigger that the token completes."""
+        """Return the state after a token, or the number of the trigger that the token completes."""
         if token_id in self._by_token:
             return self._by_token[token_id]
         text = self._table.texts[token_id]

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED_CHARACTERS = 2_000_000  # a compiled schema may use a hundred times the memory of its text
 # Matching makes a compiled grammar's internal cache grow by up to 80 MB per second of CPU time. A grammar is therefore
-# recompiled after MAX_MATCHING_S, and those with the most time are dropped if their sum exceeds MAX_CACHED_S.
+# recompiled after MAX_MATCHING_S of matching. If all cached grammars together exceed MAX_CACHED_S, those with the most
+# matching time are dropped.
 MAX_MATCHING_S = 1.0
 MAX_CACHED_S = 5.0
 # Two grammars are compiled concurrently, so that one tenant's expensive grammars do not delay another tenant.
@@ -60,7 +61,7 @@ class CompileLimits:
     """Limits on the cost of compiling. Not settings, because they protect the replica and higher values do not help."""
 
     timeout_s: float = 2.0  # CPU time for one grammar, during which the tenant's other requests wait
-    memory_bytes: int = 1_024_000_000  # memory for one grammar in the sandbox, whose process has not loaded the model
+    memory_bytes: int = 1_024_000_000  # for compiling a grammar in the sandbox's process, in addition to the vocabulary
     max_waiting: int = 256  # waiting and compiling requests of all tenants; a single call may add 128
     max_cached: int = 256  # number of cached grammars; `MAX_CACHED_CHARACTERS` limits their memory
 
@@ -120,8 +121,8 @@ class Grammars:
     def prepare(self) -> None:
         """Start reading the vocabulary in a thread with normal priority, and return immediately.
 
-        Otherwise, the first grammar would have to wait for a process that needs a second of CPU time, which takes long
-        on busy cores, and `Vocabulary.for_matching` would block the engine's thread while requests are running.
+        Otherwise, the first grammar would start this work. A separate process reads the vocabulary, which takes longer
+        on busy cores. `Vocabulary.for_matching` would then block the engine's thread while requests are running.
         """
         threading.Thread(target=self._get_tools, name="vocabulary", daemon=True).start()
 
@@ -186,7 +187,7 @@ class Grammars:
                 self._queue.discard(left)
 
     def _compile_waiting(self) -> None:
-        """Compile until no tenant has a turn. The thread that ends a tenant's turn also handles its next turn."""
+        """Compile waiting grammars until the queue is empty, or the other thread serves every tenant in the queue."""
         while True:
             with self._lock:
                 waiting = self._queue.take()
@@ -278,7 +279,7 @@ class Grammars:
         return lambda begin: begin(matchers[0].deep_copy()), compiled.dropped
 
     def _get_tools(self) -> _Tools | None:
-        """Return the tools, or None if the tokenizer cannot be used. Created by the first call. Thread-safe."""
+        """Return `_tools`, which the first call creates, or None if the tokenizer cannot be used. Thread-safe."""
         with self._making_tools:
             if self._tools is None and not self._is_unreadable:
                 try:
@@ -314,7 +315,7 @@ class Grammars:
 
     def _begin(self, compiled: _Compiled, request: Request, key: Key) -> Matcher:
         """Return a matcher that has already consumed the request's generated tokens."""
-        assert self._tools is not None, "the grammar was compiled with the tools"
+        assert self._tools is not None, "`_tools` exists, because the grammar was compiled with it"
         texts = self._tools.vocabulary.tokens
 
         def begin(matcher: LLMatcher) -> GrammarMatcher:
@@ -334,7 +335,7 @@ class Grammars:
             begun = ThoughtMatcher(compiled.thought, grammar.thought, begin_output, end_token_ids=ends)
         else:
             begun = begin_output()
-        assert begun is not None, "free text is only allowed after a thought"
+        assert begun is not None, "a grammar without constraints (`GrammarKind.TEXT`) always has a thought"
         if grammar is not None:  # paths start with the request's field, because two fields may have equal schemas
             named = (each if each == CUT_MARK else f"{grammar.param}.{each}" for each in compiled.ignored_keywords)
             begun.ignored_keywords = tuple(named)
@@ -350,7 +351,10 @@ class Grammars:
 
 
 def _key(request: Request, grammar: Grammar) -> Key:
-    """Return a digest of a grammar's text and options and the cache salt, so that salts do not share grammars."""
+    """Return a digest of a grammar's text and options.
+
+    It includes the cache salt, so that requests with different salts never share a compiled grammar.
+    """
     end_of_thought = "" if grammar.thought is None else grammar.thought.end
     digest = hashlib.sha256()
     for part in (request.cache_salt, grammar.kind, grammar.text, str(grammar.is_lenient), end_of_thought):

@@ -92,7 +92,7 @@ class LazyMatcher(ABC):
 
 @dataclass(slots=True)
 class MatchingTime:
-    """CPU time of all matchers for one grammar. They share a cache that grows with this time."""
+    """CPU time of all matchers for one grammar. The matchers share a cache that grows with this time."""
 
     seconds: float = 0.0
 
@@ -205,9 +205,9 @@ class TagContent:
 
 
 class TaggedMatcher(LazyMatcher):
-    """Allows free text until a trigger is complete, and then the content of the trigger's tag until it ends.
+    """Allows free text until a trigger is complete, and then the content of the trigger's tag until the content ends.
 
-    If a piece may either end or continue, a token that cannot belong to the piece ends it and is free text.
+    If the content may either end or continue, a token that cannot belong to the content ends it and is free text.
     """
 
     def __init__(self, text: FreeText, pieces: Iterable[TagContent]) -> None:

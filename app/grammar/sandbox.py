@@ -27,7 +27,7 @@ class WorkerKilled(Exception):
     def __init__(self, signal_number: int) -> None:
         self.is_from_outside = signal_number in (signal.SIGKILL, signal.SIGALRM, signal.SIGTERM)
         super().__init__(
-            f"the process that was compiling it was ended by signal {signal_number}"
+            f"the process that was compiling it was killed by signal {signal_number}"
             if self.is_from_outside
             else "it is too deep or too large to be compiled; simplify it"
         )

@@ -93,7 +93,10 @@ class ThoughtMatcher(LazyMatcher):
                 self._advance_output(token_id)
 
     def _consume_before(self, token_id: int) -> None:
-        """Consume a token before the thought. While both are possible, it counts as part of the mark and of output."""
+        """Consume a token before the thought.
+
+        While the text may still become either the opening mark or output, the token counts as part of both.
+        """
         self._written += self._text_of(token_id)
         written = self._written.lstrip()
         if written.startswith(self._begin):

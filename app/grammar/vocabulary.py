@@ -1,7 +1,7 @@
 """The bytes of every token, which are matched against grammars.
 
-Reading a large tokenizer blocks a process for a second. Therefore, a separate process (`python -m
-app.grammar.vocabulary`) reads the tokenizer, and writes the vocabulary to its standard output.
+Reading a tokenizer blocks a process for 0.1 s, or longer if the tokenizer requires transformers. Therefore, a separate
+process (`python -m app.grammar.vocabulary`) reads the tokenizer, and writes the vocabulary to its standard output.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ class _Tokens(TokenizerWrapper):
 def read_vocabulary(
     location: str, revision: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Vocabulary:
-    """Return the vocabulary of a tokenizer (a folder or hub id), padded to `vocab_size` ids. Blocks for over a second.
+    """Return the vocabulary of a tokenizer (a folder or hub id), padded to `vocab_size` ids.
 
-    Raises InvalidSetup if the tokenizer cannot be read or reading takes too long.
+    Blocks while a separate process reads the tokenizer. Raises InvalidSetup if the tokenizer cannot be read, or if
+    reading takes too long.
     """
     wanted = json.dumps([location, revision, vocab_size, eos_token_ids, READ_CPU_S])
     try:

@@ -1,1 +1,1 @@
-"""Offline work: service batches and bulk runs, which answer each item once. No HTTP, no request handling, no Ray."""
+"""Offline work: the service's batches, and bulk runs. Each item is answered once. Does not use HTTP or Ray."""

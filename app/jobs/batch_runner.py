@@ -393,6 +393,8 @@ class BatchRunner:
         return int(self._clock())
 
 
-_SERVER_ERROR = ItemError(code="server_error", message="the server failed to run this batch; see its log for why")
+_SERVER_ERROR = ItemError(
+    code="server_error", message="the server failed to run this batch; see its log for the reason"
+)
 
 _STORAGE_FAILED = ItemError(code="storage_failed", message="the server cannot use its storage now; it is retrying")

@@ -92,7 +92,7 @@ class Catalog:
         self._generation = self._take_generation()
         self.outbox = WebhookOutbox(self._connection, self._transaction)
         self.ledger = usage_ledger.UsageLedger(self._connection, self._transaction)
-        # Any thread may read this mapping, so it is replaced and never mutated.
+        # This mapping may be read from any thread, so it is replaced and never mutated.
         self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Computes a service's batches on its own replicas, in the lowest priority class. Sends the items and retries them.
+"""Computes batches on the service's own replicas, in the lowest priority class. Sends the items and retries them.
 
 The other executor, a pool of engines, is in `deployments/bulk/pool.py`, because it requires Ray.
 """
@@ -214,7 +214,7 @@ class FleetExecutor(Executor[Item]):
 
 
 class Window:
-    """A limit on items in flight that grows exponentially while it is reached and no item is refused. Has no clock.
+    """A limit on items in flight. It grows exponentially while it is reached and no item is refused.
 
     A service without an idle slot refuses immediately, so every item that was not refused is being computed, and a
     refusal reveals the exact capacity. TCP halves its window instead, because a loss shows only that a queue is full.

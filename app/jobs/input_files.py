@@ -88,11 +88,11 @@ class InputRows:
 
 
 def find_files(pattern: str) -> tuple[InputFile, ...]:
-    """Return the files of a path, a folder or a glob pattern, sorted by name.
+    """Return the file at a path, the files in a folder, or those that match a glob pattern, sorted by name.
 
     `pattern` is a local path, or a URI that pyarrow (and so Ray Data) can open: s3://, gs://, abfs://, hdfs://. A
-    folder includes its sub-folders. As in pyarrow and Ray Data, folders and patterns exclude hidden files, which have a
-    name or a sub-folder that begins with "." or "_". Files that are left out are logged.
+    folder includes its sub-folders. As in pyarrow and Ray Data, folders and patterns exclude hidden files. A file is
+    hidden if its name or one of its sub-folders begins with "." or "_". Files that are left out are logged.
 
     Raises:
         InvalidSetup: no file was found, or a file's name does not show its format.

@@ -154,7 +154,7 @@ class LocalBatchService(BatchService):
             self._life.result()
 
     async def counts(self) -> dict[str, int]:
-        """Return the work done since this process opened the folder, and its pending webhooks and paused batches."""
+        """Return counts of work since this process opened the folder, and of pending webhooks and paused batches."""
         opened = self._open
         if opened is None:
             return {}

@@ -1,8 +1,8 @@
 """Output files for users, with one line for each result.
 
-`BatchFormat` formats lines of OpenAI's output and error files, and `RecordFormat` formats records of a bulk run. Lone
-surrogates, which UTF-8 cannot encode, become question marks, so that one bad text does not fail the whole file.
-`write_batch_files` and `write_records` block, so call them in a thread.
+`BatchFormat` formats the lines of a batch's output and error files, as in OpenAI's API. `RecordFormat` formats the
+records of a bulk run. Lone surrogates, which UTF-8 cannot encode, become question marks, so that one bad text does not
+fail the whole file. `write_batch_files` and `write_records` block, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WHY_UNFINISHED = {
 
 
 class BatchFormat:
-    """Formats the output lines of OpenAI's batches. Results with a status other than 200 belong in the error file."""
+    """Formats the result lines of batches, as in OpenAI's API. A status other than 200 is for the error file."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
@@ -99,8 +99,8 @@ def write_batch_files(
 ) -> BatchFiles:
     """Write every item of a batch to either the output file or the error file. Raises OSError.
 
-    `end` is the batch's final state, which explains items without a result. The files expire `keep_s` seconds after
-    `now` (None for never).
+    `end` is the batch's final state. If the batch was cancelled or has expired, each item without a result gets an
+    error line that says so. The files expire `keep_s` seconds after `now` (None for never).
     """
     with ExitStack() as stack:
         output, errors = (stack.enter_context(files.draft()) for _ in range(2))
@@ -123,7 +123,7 @@ def write_batch_files(
 
 
 class RecordFormat:
-    """Formats the records of bulk runs, which contain one text each. `COLUMNS` lists their fields."""
+    """Formats the records of bulk runs. Each record contains one text. `COLUMNS` lists the fields of a record."""
 
     def generated(self, output: ItemOutput) -> ItemResult:
         """Return an engine's output as the result of its item."""

@@ -233,7 +233,7 @@ class Executor(ABC, Generic[ItemT]):
 
 
 class RecentRate:
-    """The rate of events over the last `window_s` seconds, with a resolution of one second. Has no clock."""
+    """The rate of events over the last `window_s` seconds, with a resolution of one second. Does not read a clock."""
 
     def __init__(self, window_s: int, *, began_at: float) -> None:
         """`began_at` is the time when counting began. All times are seconds of the caller's clock."""

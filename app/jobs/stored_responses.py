@@ -464,7 +464,7 @@ class StoredResponses:
 def _ended_by(error: Exception, response_id: str, status: str = "failed") -> AnswerEnd:
     if not isinstance(error, CarouselError):
         logger.error("response %s failed: %s", response_id, traceback_of(error))
-        error = Failure("the server failed to generate it; see its log for why")
+        error = Failure("the server failed to generate the response; see its log for the reason")
     return AnswerEnd(status, error.to_plain())
 
 

@@ -23,7 +23,7 @@ _GROUPS, _COLUMNS = UsedFor._fields, (*UsedFor._fields, *SUMS)
 _ADDED = ", ".join(f"{name} = {name} + excluded.{name}" for name in SUMS)
 
 # One transaction writes a report's usage and the process's last report number. A report that is sent again therefore
-# adds nothing. This happens if its answer was lost, or if its process died and another process sends it.
+# adds nothing. This happens if the answer was lost, or if the process died and another process sends its report.
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS usage ({", ".join(_COLUMNS)}, PRIMARY KEY (day, key, model, request_class))
     WITHOUT ROWID;

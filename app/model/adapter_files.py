@@ -1,4 +1,4 @@
-"""Finds the files of a LoRA adapter and computes their digest. Imports no torch."""
+"""Finds the files of a LoRA adapter and computes their digest. Does not import torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_RANK = 64
 
 
 def products_of(names: Names) -> dict[str, tuple[str, ...]]:
-    """Return the linear layers that our decoders compute in one product, by the product's name."""
+    """Return the linear layers that our decoders compute in one matrix product, by the product's name."""
     return {
         "query_key_value": QUERIES_KEYS_VALUES,
         "output": (names.attention_output,),
@@ -168,7 +168,7 @@ class PeftConfig(BaseModel):
     bias: str = "none"
 
     def why_not(self) -> str | None:
-        """Return the first unsupported feature, in words, or None if all are supported."""
+        """Describe the first unsupported feature. Returns None if all are supported."""
         if self.peft_type != "LORA":
             return f"peft_type is {self.peft_type[:40]}; only LORA is supported"
         if self.bias != "none":
@@ -252,7 +252,10 @@ class LinearUpdates:
             adapter |= self.prepare(adapter)
 
     def most_bytes(self, number: int, num_tokens: int) -> int:
-        """Return the bytes for a step, `number` adapters of rank `MAX_RANK`, and a removed one that is still in use."""
+        """Return the most bytes that a step and `number` adapters of rank `MAX_RANK` need.
+
+        Includes a removed adapter that is still in use.
+        """
         if not self.sizes:
             return 0
         of_one = MAX_RANK * sum(each.num_inputs + each.num_outputs for each in self.sizes.values())

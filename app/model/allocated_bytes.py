@@ -20,7 +20,10 @@ _WITHOUT_KERNEL = frozenset({
 
 
 class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts allocations in `with AllocatedBytes(device) as allocated: ...`, but few internal buffers of operators."""
+    """Counts allocations in `with AllocatedBytes(device) as allocated: ...`.
+
+    Counts only a few of the internal buffers of operators.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,7 +77,7 @@ def launches_kernel(func: Any) -> bool:
 
 
 def _inside_of(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that an operator allocates for internal buffers, as measured in torch's CPU allocator."""
+    """Return the bytes that an operator allocates for internal buffers, as measured with torch's CPU allocator."""
     if func is torch.ops.aten.logsumexp.default:  # allocates the exponentials
         return int(args[0].nbytes)
     if func in (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList) and not args[0].is_floating_point():

@@ -41,9 +41,10 @@ class Experts:
     """How a mixture of experts weighs the experts of a token (Shazeer et al., 2017)."""
 
     weights_sum_to_one: bool | None = None  # if None, `norm_topk_prob` in config.json decides
-    rounds_weights: bool = True  # whether weights, and outputs times weights, are rounded to the model's type
+    # Whether routing weights, and expert outputs multiplied by them, are rounded to the model's dtype.
+    rounds_weights: bool = True
     size: str = "moe_intermediate_size"  # the name of an expert's inner size in config.json
-    has_shared: bool = False  # whether one more expert computes all tokens
+    has_shared: bool = False  # whether an additional expert processes every token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,5 +156,5 @@ def architectures_of(described: Mapping[str, Any]) -> list[str]:
 
 
 def computed_by(backend: Backend) -> frozenset[str]:
-    """Return the class names of the architectures that a decoder of ours supports."""
+    """Return the class names of the architectures that our decoder for `backend` supports."""
     return frozenset(name for name, each in ARCHITECTURES.items() if backend in each.backends)

@@ -1,4 +1,4 @@
-"""Reads a model's context length, end tokens and vocabulary from its files. Reads no weights and imports no torch.
+"""Reads a model's context length, end tokens and vocabulary from its files. Does not read weights or import torch.
 
 `AutoConfig` is avoided because it imports torch, which a simulated replica never loads.
 """
@@ -23,7 +23,7 @@ _POOLING_MODES = {  # as named in both config formats of sentence-transformers
     "pooling_mode_cls": Pooling.CLS,
     "pooling_mode_mean": Pooling.MEAN,
 }
-CLASSIFIER = "ForSequenceClassification"  # the end of the names of cross-encoders and classifiers
+CLASSIFIER = "ForSequenceClassification"  # the class names of cross-encoders and classifiers end in this
 
 
 @dataclass(frozen=True, slots=True)

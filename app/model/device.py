@@ -55,7 +55,7 @@ def _sign_of_a_card() -> str | None:
 
 
 def _why_no_cuda() -> str:
-    """Return why torch finds no device, with a remedy. torch gives its reason only when CUDA is initialised."""
+    """Return the reason why torch finds no device, and a remedy. torch reports it only when it initialises CUDA."""
     version, built_for = torch.__version__, torch.version.cuda
     if built_for is None:
         return f"torch {version} is built without CUDA; install a CUDA torch"
@@ -68,8 +68,8 @@ def _why_no_cuda() -> str:
     # Source: https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility.
     return (
         f"{reason} (the driver is {driver_version()}, CUDA_VISIBLE_DEVICES is {visible!r}). torch {version} is built "
-        f"for CUDA {built_for}; CUDA 12 needs the driver 525 or newer, CUDA 13 needs 580: update it, or install torch "
-        f"for an older CUDA (https://pytorch.org/get-started/previous-versions)"
+        f"for CUDA {built_for}; CUDA 12 needs driver 525 or newer, CUDA 13 needs 580: update the driver, or install "
+        f"torch for an older CUDA (https://pytorch.org/get-started/previous-versions)"
     )
 
 
@@ -90,7 +90,7 @@ def why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None  # Triton's interpreter needs no compiler
     if importlib.util.find_spec("triton") is None:
-        return "is not installed: pip install triton (torch for CUDA brings it on Linux)"
+        return "is not installed: pip install triton (torch for CUDA includes it on Linux)"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     missing = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({' or '.join(compilers)})"]

@@ -1,4 +1,4 @@
-"""Finds mistakes in a model's path and files before the model is loaded. Writes nothing and imports no torch."""
+"""Finds mistakes in a model's path and files before the model is loaded. Does not write files or import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a step's forward pass, which all backends implement, and the one on transformers' code."""
+"""The interface of a step's forward pass, which all backends implement, and the forward pass in transformers' code."""
 
 from __future__ import annotations
 

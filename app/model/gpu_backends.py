@@ -83,7 +83,7 @@ BACKENDS: Mapping[str, Backend] = {
 WITHOUT_DECODER = frozenset(name for name, each in BACKENDS.items() if not each.has_decoder)
 WITHOUT_TRITON = frozenset(name for name, each in BACKENDS.items() if not each.has_triton)
 FILE_NAME = "lost_devices.json"
-EXCLUDED_S = 3600.0  # how long a loss excludes a backend; not forever, because the hardware may have been the cause
+EXCLUDED_S = 3600.0  # a backend is excluded this long after it lost a device; not forever: it may be the hardware
 MOST_LOSSES = 3  # after this many losses, a backend is excluded until the version of the driver or a package changes
 _ONE_EVENT_S = 60.0  # losses within this time count as one, because a fault may end all processes on a card
 _MOST_OF_A_MESSAGE = 200  # characters
@@ -242,7 +242,7 @@ class Ladder:
 
     @contextmanager
     def trying(self, backend: str) -> Iterator[None]:
-        """Wrap the load with one backend. Records and suppresses an error that another backend may avoid.
+        """Wrap the loading of the model with one backend. Records and suppresses errors that another backend may avoid.
 
         Raises:
             InvalidSetup: the settings or the model are wrong for any backend.
@@ -314,19 +314,19 @@ class Ladder:
                 self.failed.setdefault(name, "another rank excludes it")
 
     def with_graphs(self) -> ChosenBackend:
-        """Record that steps run from graphs, and return the report of this backend."""
+        """Record that steps run from graphs. Returns the chosen backend."""
         self.failed.pop(GRAPHS, None)
         return self.taken(GRAPHS)
 
     def without_graphs(self, reason: str) -> ChosenBackend:
-        """Record why steps run without graphs, and return the report. Raises InvalidSetup if graphs are required."""
+        """Record why steps run without graphs, and return the backend. Raises InvalidSetup if graphs are required."""
         self.failed[GRAPHS] = reason
         if self.config.model.backend == GRAPHS:
             self._check_named()
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> ChosenBackend:
-        """Return the report of a replica that runs steps with this backend, and leave a note in case they crash."""
+        """Return this backend as the chosen one, and leave a note in case its steps crash."""
         self._current = backend
         self.lost.watch(self._same_code_in_steps(), _IN_A_STEP)
         return ChosenBackend(backend, dict(self.failed))

@@ -20,7 +20,7 @@ class HostBlocks(BlockMemory, BlockCopies):
     states: HostBlocks | None
 
     def __init__(self, tensors: Sequence[torch.Tensor], states: Sequence[torch.Tensor] = ()) -> None:
-        """tensors: KV memory; the first dimension is the block. states: recurrent states; it is the slot."""
+        """tensors: KV memory; the first dimension is the block. states: recurrent states; the first one is the slot."""
         self.states = HostBlocks(states) if states else None
         self._sizes = [each.nbytes // len(each) for each in tensors]
         self.block_bytes = sum(self._sizes)
@@ -29,7 +29,7 @@ class HostBlocks(BlockMemory, BlockCopies):
         self._tensors = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
 
     def release(self) -> None:
-        """Drop the tensors for good, so that later copies return False. Waits until a running copy is done."""
+        """Drop the tensors permanently, so that later copies return False. Waits until a running copy is done."""
         if self.states is not None:
             self.states.release()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Checks that this machine has enough memory for the replicas on its CPUs. Imports no torch."""
+"""Checks that this machine has enough memory for the replicas on its CPUs. Does not import torch."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class LayerGroups:
         stored_by: Mapping[int, int] = MappingProxyType({}),
         is_of_one_shape: bool = False,
     ) -> LayerGroups:
-        """Return the groups, or a single group if layers of both kinds cannot share blocks or groups save no memory.
+        """Return the groups, or a single group if several groups are impossible or save no memory.
 
         Several groups require that all windows have one size, that the layers with a window share one shape, that the
         layers without a window share one shape, and that some number of layers of one kind needs exactly the memory of

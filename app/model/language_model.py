@@ -141,7 +141,7 @@ def _as_plain(text: PreTrainedConfig, plain: TextModel) -> PreTrainedConfig:
 def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class for a configuration from `language_config`, without the towers of a multimodal class.
 
-    Raises ValueError if no class generates text from text alone. Its message is a predicate; the caller adds the model.
+    Raises ValueError if no class generates text from text alone. The message is a predicate without the model's name.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.auto.auto_factory import _get_model_class

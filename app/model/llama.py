@@ -1,6 +1,7 @@
 """Describes Llama-like models in plain values, from which our decoders in `cpu/` and `cuda/` are built.
 
-The description may be incomplete, so the loader compares a decoder's output with transformers' code before using it.
+The description may be incomplete, so the loader compares a decoder's output with that of transformers' code before it
+uses the decoder.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ class ExpertSettings:
     per_token: int = 0
     intermediate_size: int = 0
     weights_sum_to_one: bool = False  # whether the chosen experts' weights are normalised
-    rounds_weights: bool = False  # whether weights, and outputs times weights, are rounded to the model's type
+    # Whether routing weights, and expert outputs multiplied by them, are rounded to the model's dtype.
+    rounds_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSettings:
-    """The sizes of recurrent layers, or zeros if there are none. Heads are those of the gated delta rule."""
+    """The sizes of recurrent layers, or zeros if there are none.
+
+    All fields except `kernel_size` are set only for the gated delta rule.
+    """
 
     kernel_size: int = 0  # of the short convolution
     num_key_heads: int = 0
@@ -52,7 +57,7 @@ class RecurrentSettings:
 
     @property
     def keys_size(self) -> int:
-        """How many numbers one token's keys contain, and also its queries."""
+        """The number of values in one token's keys, which is also the number in its queries."""
         return self.num_key_heads * self.key_dim
 
     @property
@@ -75,7 +80,7 @@ class RotaryPositions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """A layer in plain values. The fields of attention are 0 if the layer has another mixer."""
+    """A layer in plain values. The attention fields keep their defaults if the layer has another mixer."""
 
     mixer: Mixer = "attention"
     num_kv_heads: int = 0
@@ -88,7 +93,10 @@ class LayerSettings:
 
     @property
     def attention_linears(self) -> tuple[str, ...]:
-        """The layer's projections of queries, keys and values, as ends of weight names."""
+        """The names of the query, key and value projections within the layer, without `.weight`.
+
+        Omits projections that the layer lacks.
+        """
         if self.stored_by is not None:
             return QUERIES_KEYS_VALUES[:1]
         return QUERIES_KEYS_VALUES[: 2 if self.values_are_keys else 3]
@@ -100,7 +108,7 @@ class LayerSettings:
 
     @property
     def kv_size(self) -> int:
-        """How many numbers one token's keys contain, and also its values."""
+        """The number of values in one token's keys; its value vectors have the same size."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -135,7 +143,10 @@ class DecoderSettings:
         )
 
     def of_rank(self, size: int) -> DecoderSettings:
-        """Return one rank's part: a share of the heads, and of the inner sizes of MLPs and experts. size: all ranks."""
+        """Return one rank's part: a share of the heads, and of the inner sizes of MLPs and experts.
+
+        size: the number of ranks.
+        """
         layers = tuple(
             replace(each, num_kv_heads=each.num_kv_heads // size, intermediate_size=each.intermediate_size // size)
             for each in self.layers
@@ -148,7 +159,7 @@ class DecoderSettings:
         return self.num_heads * layer.head_dim * (2 if self.described.gates_attention else 1)
 
     def projected_size(self, layer: LayerSettings) -> int:
-        """Return how many numbers per token a mixer's input projections output in total."""
+        """Return the total number of values per token that a mixer's input projections output."""
         if layer.mixer == "short_convolution":
             return 3 * self.hidden_size
         if layer.mixer == "gated_delta_rule":
@@ -156,7 +167,7 @@ class DecoderSettings:
         return self.query_outputs(layer) + (2 * layer.kv_size if layer.stored_by is None else 0)
 
     def mixed_size(self, layer: LayerSettings) -> int:
-        """Return how many numbers per token a mixer passes to its output projection."""
+        """Return the number of values per token that a mixer passes to its output projection."""
         if layer.mixer == "short_convolution":
             return self.hidden_size
         return self.recurrent.values_size if layer.mixer == "gated_delta_rule" else self.num_heads * layer.head_dim
@@ -191,7 +202,10 @@ class DecoderSettings:
 
 
 def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
-    """Return why a decoder of ours does not support a model, in words, or None. Does not check its attention."""
+    """Return the reason why our decoder for `backend` does not support the model, or None if it does.
+
+    Does not check the model's attention.
+    """
     name, config = type(model).__name__, model.config
     known = computed_by(backend)
     if name not in known:
@@ -199,7 +213,7 @@ def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
             return "the C++ decoder does not support shared experts"
         return f"{name} is not one of {', '.join(sorted(known))}"
     if getattr(model, "is_quantized", False):
-        return "its checkpoint is quantised and runs on transformers' own modules"
+        return "its checkpoint is quantised, so only transformers' own modules can run it"
     described = ARCHITECTURES[name]
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     if activation != _ACTIVATIONS[described.activation]:
@@ -225,13 +239,13 @@ def described_as(model: PreTrainedModel) -> Architecture:
 def why_attention_is_not_llama_like(
     model: PreTrainedModel, rules: dict[int, AttentionRules], backend: Backend
 ) -> str | None:
-    """Return why a decoder of ours does not support a model's attention, in words, or None."""
+    """Return the reason why our decoder for `backend` does not support the model's attention, or None if it does."""
     layers = layers_of(model)
     if sorted(rules) != [index for index, mixer in enumerate(layers) if mixer == "attention"]:
         return "not every attention layer attends exactly once"
     asked = {(rule.softcap, rule.scaling) for rule in rules.values()}
     if any(rule.sinks is not None for rule in rules.values()) or len(asked) != 1:
-        return "its attention has sinks, or different scalings or soft caps"
+        return "its attention has sinks, or its layers differ in scaling or soft cap"
     if backend == "cuda" and any(softcap for softcap, _ in asked):
         return "its attention has soft caps"
     return None
@@ -267,7 +281,8 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
 def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: list[str]) -> Iterator[LayerSettings]:
     """kinds: the layer types that define their own rotary positions."""
     config, described = model.config, described_as(model)
-    # A rank's module contains only a part of each weight, so for CUDA the size must come from the configuration.
+    # A rank's module contains only a part of each weight, so for CUDA the MLP's size is read from the configuration
+    # instead of from the weights.
     gate = "" if "cuda" in described.backends else described.names.gate
     for index, (mixer, layer) in enumerate(zip(layers_of(model), model.model.layers, strict=True)):
         mlp = _part(layer, gate) if gate else None
@@ -370,7 +385,7 @@ def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def named(weights: Weights, prefix: str, name: str) -> torch.Tensor | None:
-    """Return a weight of a part of the model. `partial(named, weights, prefix)` provides the weights of one layer."""
+    """Return the weight called `prefix + name`. `partial(named, weights, prefix)` provides the weights of one layer."""
     return weights(prefix + name)
 
 

@@ -1,4 +1,4 @@
-"""Resolves `model.path` to a folder on this machine. Imports no torch."""
+"""Resolves `model.path` to a folder on this machine. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepares the next tokens' masks in a separate thread while the model is computing. Imports no torch."""
+"""Prepares the next tokens' masks in a separate thread while the model is computing. Does not import torch."""
 
 from __future__ import annotations
 

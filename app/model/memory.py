@@ -122,7 +122,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def loading_weights() -> Iterator[None]:
-    """Wrap the load of a model's weights, and report progress. Raises TooLittleMemory."""
+    """Wrap the loading of a model's weights, and report progress. Raises TooLittleMemory."""
     report_step("loading the weights")
     with explaining_out_of_memory("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         yield

@@ -1,6 +1,6 @@
 """Faster linear layers for CPUs: packs weights once for oneDNN, and joins layers that read the same input.
 
-The operators are private in torch; versions 2.11 to 2.13 include them. `pack_linear_layers` tests them first, and
+This uses private torch operators, which exist in versions 2.11 to 2.13. `pack_linear_layers` tests them first, and
 leaves a model unchanged if they are missing or return wrong results.
 """
 
@@ -61,7 +61,7 @@ class JoinedLinear(nn.Module):
         assert output is not None, "just computed"
         self._outputs[index] = None
         if not any(left is not None for left in self._outputs):
-            self._input = None  # all parts have been called, so free the input until the next step
+            self._input = None  # all parts have been called, so release the input
         return output
 
     def weight_of(self, index: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def pack_linear_layers(model: nn.Module) -> int:
             )
             return 0
     num_replaced = 0
-    # Attributes of transformers' modules that read the same input, in the order in which they are called.
+    # Groups of linear layers that read the same input, by attribute name in transformers' modules, in call order.
     siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     # The list must not contain linear layers, so that each is freed as soon as it is replaced.
     for module in [each for each in model.modules() if type(each) is not nn.Linear]:
@@ -109,7 +109,8 @@ def pack_linear_layers(model: nn.Module) -> int:
                     setattr(module, name, JoinedPart(joined, index, linear))  # type: ignore[arg-type]
                 num_replaced += len(names)
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and not (name == "kv_b_proj" and hasattr(module, "latent_heads")):  # not called
+            # With latent heads, `kv_b_proj` is never called, so it is not packed.
+            if type(child) is nn.Linear and not (name == "kv_b_proj" and hasattr(module, "latent_heads")):
                 setattr(module, name, PackedLinear(child.weight, child.bias))
                 num_replaced += 1
     return num_replaced

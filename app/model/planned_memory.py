@@ -139,7 +139,7 @@ def _bytes_of_blocks(config: EngineConfig, planned: PlannedMemory, memory_bytes:
 
 
 def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
-    """Plan a replica on a GPU, or each of its ranks. Needs no GPU.
+    """Plan a replica on a GPU, or each of its ranks. Does not need a GPU.
 
     Raises:
         InvalidSetup: the model does not exist, its context length is unknown, or the ranks cannot share it.

@@ -39,7 +39,7 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
 
 
 def why_indices_matter(module: PreTrainedModel, max_model_len: int) -> str | None:
-    """Return why queries depend on a token's index in the forward pass instead of its position, in words, or None.
+    """Return the reason why queries depend on a token's index in the forward pass, or None if they do not.
 
     transformers' Llama 4 scales queries this way in layers without rotary positions, but only beyond a length that
     the trial steps do not reach.

@@ -3,7 +3,7 @@
 A cost model determines the duration, and many replicas can share a core. Tokens are text tokens of a real tokenizer. As
 in a real model, they depend on the whole sequence through a simulated KV memory: a wrong block, position or resumption
 changes the tokens and their invented log-probabilities. Grammars are followed; penalties, biases and filters are
-ignored. Imports no torch.
+ignored. This module does not import torch.
 """
 
 from __future__ import annotations

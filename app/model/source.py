@@ -56,7 +56,7 @@ _OTHER_LAYERS = {
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why code has failed to load or run a model, in one line with the line of code that raised the error."""
+    """Describe in one line why loading or running a model has failed, and which line of code raised the error."""
     if isinstance(error, UnknownAttention):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -146,7 +146,10 @@ class ModelSource:
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder with the files. Downloads a hub id. None if that fails, so that transformers reports why."""
+        """The folder with the files, which are downloaded if the location is a hub id.
+
+        None if the download fails. transformers then reports the reason.
+        """
         if Path(self.location).is_dir():
             return Path(self.location)
         from transformers.utils.hub import snapshot_download
@@ -208,7 +211,7 @@ class ModelSource:
         )
 
     def check_ranks(self, size: int) -> None:
-        """Raise InvalidSetup, with the reason, if `size` ranks cannot share the model. Reads no weights."""
+        """Raise InvalidSetup, with the reason, if `size` ranks cannot share the model. Does not read weights."""
         if self.quantised is not None:
             raise InvalidSetup(
                 f"replicas.tensor_parallel: got {size}; a quantised checkpoint cannot be split among ranks. Serve the "
@@ -372,7 +375,7 @@ def read_module(source: ModelSource) -> PreTrainedModel:
 
 
 def fix_positions_of(source: ModelSource, module: PreTrainedModel) -> None:
-    """Fix positions for the longest served sequence. If that is unknown, the model will be rejected later."""
+    """Fix positions for the longest served sequence. If its length is unknown, the model will be rejected later."""
     if known := source.config.max_model_len or length_limit(module):
         fix_positions(module, known)
 
@@ -454,7 +457,7 @@ def part_of_rank(source: ModelSource, mapped: MappedModel | None = None) -> tupl
 
 
 def _reference_from_files(source: ModelSource) -> Reference | None:
-    """Compute the reference output layer by layer, reading weights from the files. None if that is not supported."""
+    """Compute the reference output layer by layer, reading weights from the files, or return None if unsupported."""
     mapped = mapped_model(source, source.device)
     if mapped is None:
         return None

@@ -161,7 +161,7 @@ class Reference:
         return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device), own=own)
 
     def part(self, first: int, end: int) -> Reference:
-        """Return the reference of tokens `first` to `end` - 1."""
+        """Return the reference for tokens `first` to `end` - 1."""
         token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
@@ -183,7 +183,7 @@ class Reference:
             expected.verify(f"{how}, of {what},", computed, quantization)
 
     def difference_in_steps(self, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> str | None:
-        """Return the first difference for which `verify_steps` would raise, in words, or None."""
+        """Describe the first difference for which `verify_steps` would raise. Returns None if there is none."""
         for what, expected, computed in self._in_steps(compute, blocks):
             difference = expected.difference(computed, quantization)
             if difference is not None:
@@ -224,14 +224,14 @@ class Reference:
     def verify(self, how: str, computed: Output, quantization: str = "none") -> None:
         """Raise UnsupportedModel, with the numbers, if the outputs differ from the reference.
 
-        how: describes the implementation, for the message. quantization: of its weights or KV memory.
+        how: describes the implementation, for the message. quantization: how its weights or KV memory are quantised.
         """
         difference = self.difference(computed, quantization)
         if difference is not None:
             raise UnsupportedModel(f"{self.path} computes different results {how} than with its own code: {difference}")
 
     def difference(self, computed: Output, quantization: str = "none") -> str | None:
-        """Return the difference in words if it exceeds rounding errors, or None."""
+        """Describe the difference if it exceeds rounding errors. Returns None otherwise."""
         # The first layer's limit is tight, because it reveals wrong attention. Rounding errors grow with each layer.
         kind = self.own.logits.dtype if quantization == "none" else quantization
         for what, mine, theirs, limit in zip(
@@ -250,7 +250,7 @@ class Reference:
 def difference_above(
     limit: float, mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool = False, least_size: float = 1e-9
 ) -> str | None:
-    """Return the relative difference between two outputs, in words, or None if it is within the limit.
+    """Describe the relative difference between two outputs. Returns None if it is within the limit.
 
     by_token: use the third quartile of the tokens' differences instead of the difference over all tokens. Mixtures need
     this: in bfloat16, two experts often have nearly equal scores, so rounding changes some tokens' experts.

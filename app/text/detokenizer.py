@@ -1,6 +1,6 @@
 """Incremental decoding of one request's token ids. No character is split or held back forever.
 
-The window with a settled prefix comes from TGI and vLLM. Carousel adds a limit on the text that may be held back.
+Decoding a window of recent tokens, as below, comes from TGI and vLLM. Carousel adds a limit on the text held back.
 """
 
 from __future__ import annotations

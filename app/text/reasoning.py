@@ -1,4 +1,7 @@
-"""Separates the reasoning that a model writes between two marks before its answer, as the text arrives."""
+"""Splits a model's output into reasoning and answer while it is being generated.
+
+The reasoning comes first, between two marks.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,8 @@ class ReasoningSplitter:
         self._marks = reasoning.marks
         self.phase = ReasoningPhase.INSIDE if reasoning.is_open else ReasoningPhase.BEFORE
         self.has_begun = reasoning.is_open
-        self._held = ""  # a possible prefix of a mark, with white space before the opening mark
+        # Text that may be the start of a mark. Before the opening mark, this includes leading white space.
+        self._held = ""
         self._blanks: list[str] = []  # white space that is held back until more reasoning follows
         self._has_said = False
 

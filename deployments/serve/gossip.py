@@ -28,8 +28,9 @@ from deployments.serve.transport import (
 class ModelGossip:
     """Implements `AdapterFleet` and `SchedulerSwitch` with calls to a replica deployment's handle.
 
-    New replicas receive the table from the ingresses that connect to them, and new ingresses receive it from the
-    replicas. A replica loads an adapter when a request first needs it.
+    The adapters and the scheduler override are the entries of a table that every process stores. New replicas receive
+    the table from the ingresses that connect to them, and new ingresses receive it from the replicas. A replica loads
+    an adapter when a request first needs it.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ModelGossip:
         return _scheduling_of(await self._ask(self._transport.table))
 
     async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
-        """See `SchedulerSwitch`. Raises Unavailable if no replica responds, because only replicas store the switch."""
+        """See `SchedulerSwitch`. Raises Unavailable if no replica responds; the override is then stored nowhere."""
         override = SchedulerOverride(strategy=strategy, policy=policy)
         answers = await self._ask(with_entry(self._transport.table, OVERRIDE, override, now=time.time()))
         if not answers.reports:

@@ -67,7 +67,7 @@ class ModelClient:
         return model_info
 
     async def answers(self) -> bool:
-        """Return whether a replica responds within three seconds. A refusal because all are full also counts."""
+        """Return whether a replica responds within three seconds. A refusal by full replicas also counts."""
         ready_timeout_s = 3.0
         try:
             await asyncio.wait_for(self.model_info(), ready_timeout_s)

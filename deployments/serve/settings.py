@@ -1,4 +1,4 @@
-"""Reads and checks `serve.yaml` before anything is started. Does not import Ray, to be quick."""
+"""Reads and checks `serve.yaml` before anything is started. Does not import Ray, which would be slow."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ def _models_in(args: object) -> Iterator[tuple[int, ServedModelConfig]]:
 def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bool = True) -> Mistakes:
     """Return all mistakes in the files of a model, its draft model and its adapters.
 
-    `where` is the model's path in the config. `are_all_here` is False on a cluster, where the files of an absolute path
-    may be on other machines.
+    `where` is the model's path in the config. `are_all_here` is False on a cluster, where files at absolute paths may
+    be on other machines.
     """
     mistakes, engine = Mistakes(), served.engine
 
@@ -248,10 +248,13 @@ def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
-    """Return the API keys in a file. Raises InvalidSetup, with one line per mistake, or if there are no keys."""
+    """Return the API keys in a file.
+
+    Raises InvalidSetup if the file is missing or contains no keys, or with one line for each mistake.
+    """
     hint = "`carousel key NAME` prints an entry"
     if not os.path.isfile(os.path.expanduser(path)):
-        raise InvalidSetup(f"api.keys_file: there is no file {path}; {hint} for its list")
+        raise InvalidSetup(f"api.keys_file: the file {path} does not exist; create it with a list of keys ({hint})")
     entries = read_yaml(path)
     if not isinstance(entries, list) or not entries:
         raise InvalidSetup(f"{path}: must contain a list of keys; {hint}")
@@ -280,8 +283,9 @@ def max_replica_requests(model: ServedModelConfig) -> int:
 def max_ingress_requests(config: ApplicationConfig) -> int:
     """Return the maximum number of concurrent requests for an ingress.
 
-    The limit is twice the capacity of all replicas, so that the ingress itself can refuse further requests with a 429
-    and an OpenAI body. A single account may use half of it, which is enough to fill the replicas.
+    The limit is twice the capacity of all replicas, so that excess requests still reach the ingress, which refuses them
+    with status 429 and an error body in OpenAI's format. A single account may use half of the limit, which is enough to
+    fill the replicas.
     """
     held = sum(max_replica_requests(model) * model.replicas.max_replicas for model in config.models)
     min_ingress_requests = 256  # for replicas with little capacity
@@ -295,8 +299,8 @@ def read_yaml(path: Path) -> Any:
     except OSError as error:
         raise InvalidSetup(f"{path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise InvalidSetup(f"{path}: is not valid YAML: mistake{line}") from None
+        line = "" if error.problem_mark is None else f"; see line {error.problem_mark.line + 1}"
+        raise InvalidSetup(f"{path}: is not valid YAML{line}") from None
     except Exception as error:  # PyYAML also raises other errors, such as ValueError for the date 2024-13-45
         raise InvalidSetup(f"{path}: is not valid YAML: {type(error).__name__}") from None
 
@@ -362,10 +366,14 @@ def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | Non
 
 
 def _check_first_token(model: ServedModelConfig, *, generates: bool) -> None:
-    """Raise InvalidSetup if embeddings are those of the first token, but this token sees no other token."""
+    """Raise InvalidSetup if the embedding is taken from the first token, but the model is not an encoder.
+
+    In other models, the first token does not attend to the rest of the text.
+    """
     if model.pooling == "cls" and generates:
         raise InvalidSetup(
-            f"pooling of {model.name}: got cls, the first token, which sees the whole text only in an encoder; use last"
+            f"pooling of {model.name}: got 'cls', which uses the first token; only in encoder models does this token "
+            f"see the whole text; use 'last'"
         )
 
 
@@ -375,7 +383,7 @@ def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
         unknown = [name for name in key.models if name not in names]
         if unknown:
             raise InvalidSetup(
-                f"the API key {key.name!r} is for an unknown model {unknown[0]!r}; there are {', '.join(names)}"
+                f"the API key {key.name!r} allows an unknown model {unknown[0]!r}; the models are {', '.join(names)}"
             )
         if key.budgets and config.batches is None:
             raise InvalidSetup(

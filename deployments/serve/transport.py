@@ -95,8 +95,8 @@ def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
     """Make a call through a handle in an empty context, so that Serve does not treat it as part of an HTTP request.
 
     Serve identifies a call by the id of the HTTP request in its context. If several calls shared an id (`n` choices),
-    Serve's router would place only the first. Serve would also cancel the calls when the HTTP request ends, even a call
-    that opens a connection for the tokens of all requests.
+    Serve's router would route only the first call. Serve would also cancel the calls when the HTTP request ends, even a
+    call that opens a connection for the tokens of all requests.
     """
     return Context().run(call, *arguments)
 

@@ -209,7 +209,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content",
-        "has an image at 0, in a part of type 'input_image'; this service supports only text",
+        "has an image in the part with index 0, of type 'input_image'; this service supports only text",
     ),
     ({"questions": []}, "questions", "has 0 items; 1 to 200 are accepted"),
     ({"questions": [PREDICATE] * 201}, "questions", "has 201 items; 1 to 200 are accepted"),

@@ -292,7 +292,7 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
     [
         ({"max_tokens": None}, "max_tokens is required"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content has an image at 0, in a part of type 'image'; this service supports only text"),
+         "messages[0].content has an image in the part with index 0, of type 'image'; this service supports only text"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
          "messages[0].content[0].source is required"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": ""}}]}]},
@@ -301,7 +301,7 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
          "a block of type 'tool_reference'"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "audio"}]}
-        ]}]}, "messages[0].content[0].content has audio at 0, in a part of type 'audio'; this service supports"),
+        ]}]}, "messages[0].content[0].content has audio in the part with index 0, of type 'audio'; this"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "has the role user, which may not have tool_use blocks"),
         ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),

@@ -193,7 +193,7 @@ def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ev
             process = newest_process(grammars) or process
         error = tried.exception()
         assert isinstance(error, Unavailable)
-        assert "was ended by signal 9" in str(error)
+        assert "was killed by signal 9" in str(error)
         compiled(grammars, "killed")
 
 

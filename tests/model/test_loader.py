@@ -177,7 +177,7 @@ def test_a_card_that_torch_cannot_use_is_refused_with_the_drivers_reason(
         f"model.device is {chosen} and there is a GPU here ({tmp_path}/version), but torch sees no CUDA device" in said
     )
     assert "is too old (found version 12040). Please update it (the driver is 550.54.15, CUDA_VISIBLE" in said
-    assert "built for CUDA 13.0; CUDA 12 needs the driver 525 or newer, CUDA 13 needs 580: update it" in said
+    assert "built for CUDA 13.0; CUDA 12 needs driver 525 or newer, CUDA 13 needs 580: update the driver" in said
     assert "more" not in said.replace("or newer", "")
     assert said.endswith("or set model.device: cpu")
 

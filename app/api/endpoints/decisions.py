@@ -32,7 +32,7 @@ from app.json_pieces import Json, Rows
 from app.text import Tokenizer
 from app.text.text_pairs import EncodedText
 
-PROMPT_VERSION = 1  # of the prompt's wording; any change of the wording changes the probabilities
+PROMPT_VERSION = 1  # version of the prompt's wording; any change to the wording changes the probabilities
 
 _YES_OR_NO = (("Yes", "No"), ("yes", "no"), ("A", "B"))  # the first pair whose labels are one token each is used
 # Questions with more choices than letters also use pairs of letters that are one token.
@@ -76,7 +76,7 @@ def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: Reque
 
 
 def _message_begin(text: str) -> str:
-    """Return the part that all questions share. It ends with a letter before a colon, where a token also ends."""
+    """Return the start of the message, which all questions share. A token usually ends before `_message_end`."""
     return f"{text}\n\nQuestion"
 
 
@@ -131,7 +131,10 @@ class _Frame:
         return cls(begin, reply)
 
     def prompts(self, ends: Sequence[str], model: ServedModel) -> list[tuple[int, ...]]:
-        """Return the token ids of the prompts with these message ends. Raises InvalidRequest if one is too long."""
+        """Return the token ids of one prompt for each of `ends` (see `_message_end`).
+
+        Raises InvalidRequest if a prompt is too long.
+        """
         ends = [end + self.reply for end in ends]
         [first] = encode_prompts([self.begin + ends[0]], model, "input", add_special_tokens=False)
         of_ends = encode_prompts(ends, model, "questions", add_special_tokens=False)

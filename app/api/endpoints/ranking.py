@@ -49,11 +49,11 @@ def prepare_score(body: ScoreRequest, model: ServedModel, context: RequestContex
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Pairs of texts: each text in `seconds` with the text in `firsts` at the same index, or with the only one."""
+    """Pairs each text in `seconds` with the text in `firsts` at the same index, or with the only text in `firsts`."""
 
     body: RankingRequest
     model: ServedModel
-    params: tuple[str, str]  # the names of the fields of both sides
+    params: tuple[str, str]  # the names of the two sides' fields
     firsts: Sequence[str]
     seconds: Sequence[str]
 

@@ -44,7 +44,10 @@ class SchedulerSwitch(Protocol):
         ...
 
     async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
-        """Switch all replicas at their next step. None means the deployed one. Returns once the switch is in force."""
+        """Switch all replicas at their next step. Returns once the switch is in force.
+
+        None means the deployed strategy or policy.
+        """
         ...
 
 

@@ -38,7 +38,7 @@ from app.errors import CarouselError, InvalidRequest
 from app.json_pieces import DONE, Json, event, event_pieces, joined
 
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
-# Placeholders for the prompts in the check of the fields that all prompts share.
+# Replaces the prompts while the shared fields are checked.
 _PLACEHOLDERS: dict[str, Json] = {
     CHATS_PATH: {"messages": [{"role": "user", "content": "?"}]},
     COMPLETIONS_PATH: {"prompt": "?"},
@@ -111,7 +111,10 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     asked = PromptListRequest.checked(own)
     for name in ("prompt", "messages"):
         if shared.get(name) is not None:
-            raise InvalidRequest(f"{name} is for a single request; put all texts of a batch in prompts", param=name)
+            raise InvalidRequest(
+                f"`{name}` is only for single requests; send the texts or conversations of a batch in `prompts`",
+                param=name,
+            )
     if asked.stream and asked.is_async:
         raise InvalidRequest("a job cannot be streamed; remove stream or async", param="stream")
     endpoint = COMPLETIONS_PATH if isinstance(asked.prompts[0], str) else CHATS_PATH
@@ -122,7 +125,10 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
         if getattr(asked, name) is not None and not asked.is_async:
             raise InvalidRequest(f"{name} is only for jobs; remove it, or also send async: true", param=name)
     if asked.is_async and common.parsed.deadline_s is not None:
-        raise InvalidRequest("a job has only its batch's deadline; remove deadline_s", param="deadline_s")
+        raise InvalidRequest(
+            "the requests of a job have no deadlines of their own, only that of the whole batch; remove deadline_s",
+            param="deadline_s",
+        )
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
@@ -178,8 +184,8 @@ class ShortBatchRoutes(RouteGroup):
         max_prompts = self._handler.limits.max_prompts
         if prompts.num_samples > max_prompts:
             raise InvalidRequest(
-                f"the prompts make {prompts.num_samples:,} choices; this server answers at most {max_prompts:,} "
-                f"directly; send async: true to run them as a job",
+                f"the prompts request {prompts.num_samples:,} choices in total; this server answers at most "
+                f"{max_prompts:,} directly; send async: true to run them as a job",
                 param="prompts",
             )
 
@@ -247,7 +253,10 @@ async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) ->
 
 
 def _answered_at_once(endpoint: str, answers: list[ItemResponse], latency_s: float) -> Json:
-    """Return the object of a finished job, without the results and without the fields of stored batches."""
+    """Return the batch object for prompts that were answered directly.
+
+    It looks like a finished job's, but lacks the results and the fields that only stored batches have.
+    """
     num_completed = sum(answered.status_code == 200 for answered in answers)
     usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]
     num_input, num_output = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))

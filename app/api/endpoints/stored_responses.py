@@ -152,7 +152,7 @@ class StoredResponseRoutes(RouteGroup):
             return await self._behind(owner, response_id, -1 if after is None else int(after))
 
     async def _behind(self, owner: str, response_id: str, number: int) -> Response:
-        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest if there is none."""
+        """Respond with the events after event `number`. Raises NotFound, or InvalidRequest if this event is missing."""
         events, read = StoredEvents(), list[bytes]()
         async with aclosing(self._parts(owner, response_id, waits=False, is_patient=True)) as parts:
             async for part in parts:

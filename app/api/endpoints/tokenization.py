@@ -55,7 +55,7 @@ class TokenizationRoutes(RouteGroup):
         (CountTokensRequest,),
     )  # fmt: skip
     async def count_tokens(self, request: Request) -> Response:
-        """Return the number of tokens in the prompt of a message."""
+        """Return the number of prompt tokens of a Messages request."""
         make = partial(_counted, limits=self._handler.limits)
         return await self._answer(request, await self._body(request), CountTokensRequest, make)
 

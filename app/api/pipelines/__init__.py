@@ -1,4 +1,4 @@
-"""Several steps under one name: the last step answers, and the earlier steps choose the documents for the answer."""
+"""Pipelines: several steps under one model name. Earlier steps choose documents, and the last step answers."""
 
 from app.api.pipelines.pipeline import Pipeline, fill_indexes, pipelines_of
 from app.api.pipelines.run import PendingAnswer, PipelineRun

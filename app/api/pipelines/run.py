@@ -42,7 +42,7 @@ class Step(Protocol):
 
 
 class OtherPipeline(Protocol):
-    """The interface of a pipeline for the steps of another pipeline."""
+    """The interface through which a pipeline's step runs another pipeline."""
 
     @property
     def name(self) -> str: ...
@@ -123,8 +123,8 @@ class PipelineRun:
     size: int  # size of the body (see `size_of`)
     sources: Sequence[Json] | None = None  # sources of the documents in the body, if a step has chosen them
     is_judged: bool = False  # measure the confidence of the models that answer
-    reports: list[StepReport] = field(default_factory=list)  # of the steps of all branches, in order of their start
-    way: tuple[StepReport, ...] = ()  # of the steps that have led to this run
+    reports: list[StepReport] = field(default_factory=list)  # reports of all branches' steps, in order of their start
+    way: tuple[StepReport, ...] = ()  # reports of the steps that have led to this run
 
     def behind(self, report: StepReport) -> PipelineRun:
         """Return this run after one more step, which has finished."""
@@ -295,7 +295,7 @@ class ReadAnswer:
 
 
 class Confidence:
-    """Wraps a model's `generate`, and measures the mean log-probability of the tokens of all its requests."""
+    """Wraps a model's `generate`, and measures the mean log-probability of all tokens that it generates."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate

@@ -1,4 +1,4 @@
-"""Pipeline steps that generate answers, and the rerank step. Route and index steps are in modules of their own."""
+"""Pipeline steps that generate answers, and the rerank step. Route and index steps are in other modules."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def _all_read(starts: Sequence[Callable[[], Awaitable[PendingAnswer]]]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankStep:
-    """Keeps the documents of the request that a model scores highest."""
+    """Keeps those of the request's documents that get the highest scores from a model."""
 
     name: str
     kind: str
@@ -120,7 +120,11 @@ class RerankStep:
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
         documents = body.documents
         if not documents:
-            raise InvalidRequest(f"{body.model} ranks documents; send texts in documents", param="documents")
+            raise InvalidRequest(
+                f"{body.model} ranks documents, but the request has none; send a list of texts in the field "
+                "`documents`",
+                param="documents",
+            )
         prepared = await run.request_aside(
             ENDPOINTS["/v1/rerank"],
             self.model,

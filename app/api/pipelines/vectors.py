@@ -29,7 +29,10 @@ Matrix = npt.NDArray[np.float32]
 
 
 async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
-    """Return the vector of the user's last text, of length 1, and the report of the step, which the caller must end."""
+    """Return the vector of the user's last text, normalised to length 1, and the step's report.
+
+    The caller must end the report.
+    """
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
     state, report = run.begin(prepared, step)
     [vector] = await vectors_of(state)
@@ -37,7 +40,10 @@ async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> t
 
 
 async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
-    """Return each label's score for the user's last text, and the report. Raises Failure if a score is not finite."""
+    """Return each label's score for the user's last text, and the step's report.
+
+    Raises Failure if a score is not finite.
+    """
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
     state, report = run.begin(prepared, step)
     [scores] = await results_of(state, lambda index, numbers: numbers)
@@ -47,8 +53,12 @@ async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> t
 
 
 async def cosines(matrix: Matrix, vector: Vector) -> Vector:
-    """Return the cosines [num_vectors] of `vector` with the rows [num_vectors, embedding_size], all of length 1."""
-    products_on_the_loop = 1_000_000  # take a millisecond
+    """Return the cosine similarity of `vector` to each row of `matrix`: [num_vectors].
+
+    The vector and the rows must have length 1. matrix: [num_vectors, embedding_size].
+    """
+    # This many multiplications take about a millisecond, so they may run on the event loop.
+    products_on_the_loop = 1_000_000
     if matrix.size <= products_on_the_loop:
         return matrix @ vector
     return await asyncio.to_thread(np.matmul, matrix, vector)
@@ -61,7 +71,7 @@ async def service_vectors(
     is_background: bool,
     on_progress: Callable[[int], object] = lambda number: None,
 ) -> list[Vector]:
-    """Return the vectors, with length 1, of texts that belong to the service. No key is charged for them.
+    """Return the vectors, normalised to length 1, of the service's own texts. No key is charged for them.
 
     Waits and retries while the replicas are full. `on_progress` is called with the number of vectors so far.
     """

@@ -32,7 +32,7 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STRUCTURES, MAX_MARKER_LENGTH = 128, 1024
 MAX_TRIGGERS, MAX_TRIGGER_LENGTH = 16, 128
 MAX_ID_LENGTH = 256
-# These limits exceed the context of every model. Without them, validating one body could block all other requests.
+# These limits are far above normal use. Without them, validating one body could block all other requests.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 10_000
@@ -124,7 +124,7 @@ def _document_texts(value: Any) -> Any:
     return texts
 
 
-# The contents of parts without text, by a word in the type of the part, such as `image_url` and `input_image`.
+# Maps a word in a part's type to the content of the part. For example, `image_url` and `input_image` contain `image`.
 _NO_TEXT = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}
 
 
@@ -136,8 +136,8 @@ def refuse_media(kind: str, number: int) -> None:
     for word in kind[:60].split("_"):
         if word in _NO_TEXT:
             raise ValueError(
-                f"has {_NO_TEXT[word]} at {number}, in a part of type {kind[:60]!r}; this service supports only text; "
-                "leave the part out, or send its text"
+                f"has {_NO_TEXT[word]} in the part with index {number}, of type {kind[:60]!r}; this service supports "
+                "only text; leave the part out, or send its text"
             )
 
 
@@ -226,8 +226,8 @@ def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
             raise ValueError(
-                f"has the key {key[:40]!r} of {len(key):,} characters with a value of {len(value):,}; "
-                f"keys may have {MAX_KEY_LENGTH} characters and values {MAX_VALUE_LENGTH}"
+                f"has the key {key[:40]!r} with {len(key):,} characters and a value with {len(value):,}; "
+                f"keys may have at most {MAX_KEY_LENGTH} characters, and values at most {MAX_VALUE_LENGTH}"
             )
     return metadata
 
@@ -249,11 +249,11 @@ Texts = Annotated[
 
 
 def not_larger(max_size: int) -> BeforeValidator:
-    """Return a validator that refuses a value with more than `max_size` characters and values."""
+    """Return a validator that refuses a value if its characters plus its JSON values number more than `max_size`."""
 
     def check(value: Any) -> Any:
         if is_longer(value, max_size):
-            raise ValueError(f"has more characters and values than the accepted maximum of {max_size:,}")
+            raise ValueError(f"is too large: its characters and JSON values together exceed {max_size:,}")
         return value
 
     return BeforeValidator(check)
@@ -309,7 +309,8 @@ def from_validation_error(error: ValidationError, *, within: str | None = None) 
     """Describe the first mistake in a sentence that starts with the field's name. `within` is the enclosing field."""
     first, message = _first_mistake(error)
     location = first["loc"]
-    if first["type"] == "extra_forbidden":  # the client chose the name, so it may have any form
+    # `_field_path` could mistake this name for a member type and drop it, because the client chose it.
+    if first["type"] == "extra_forbidden":
         param = ".".join(filter(None, (_field_path(location[:-1], within), str(location[-1]))))[:100]
         return InvalidRequest(f"there is no field {param}; leave it out", param=param)
     param = _field_path(location, within)

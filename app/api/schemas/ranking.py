@@ -34,7 +34,7 @@ class RankingRequest(ReadoutRequest):
 
     @property
     def side_params(self) -> tuple[str, str]:
-        """The names of the fields of the two sides."""
+        """The names of the two sides' fields."""
         raise NotImplementedError
 
     def encoded_size(self, size: int) -> int:

@@ -1,9 +1,9 @@
 """Learns the acceptance chance above which a draft is worth computing, from the times of steps with and without drafts.
 
-In a step that is limited by memory bandwidth, one more row is nearly free. In a step that is limited by computation, it
-takes as long as any other token, and no draft is worth computing. The number of drafts must therefore decrease with the
-load (SmartSpec, Liu et al., 2024). If the engine launches ahead, a step that was delayed to wait for drafts counts as a
-step with drafts, even if it has none. Reads no clock.
+In a step that is limited by memory bandwidth, a draft is nearly free. In a step that is limited by computation, a draft
+takes as long as any other token and is not worth computing. The number of drafts must therefore decrease with the load
+(SmartSpec, Liu et al., 2024). If the engine launches ahead, a step that was delayed to wait for drafts counts as a step
+with drafts, even if it has none. This module does not read a clock.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class DraftPace:
     """Estimates one engine's minimum worthwhile acceptance chance, based only on the recorded steps and times."""
 
     def __init__(self, *, by_model: bool = False) -> None:
-        """by_model: whether the drafts come from a draft model. It always has drafts, so steps without drafts are
-        measured deliberately. Its drafts take time, so the interval between probes doubles while none is worthwhile.
+        """by_model: whether the drafts come from a draft model, which always has drafts. Steps without drafts are then
+        measured deliberately. The drafts take time, so the interval between probes doubles while none is worthwhile.
         """
         self._by_model = by_model
         self._max_probe_every = _MAX_PROBE_EVERY if by_model else _PROBE_EVERY

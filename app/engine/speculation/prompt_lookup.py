@@ -3,7 +3,7 @@
 The occurrence is in the prompt, the output, or a request's prediction of its output: prompt lookup decoding (Saxena,
 2023; in transformers and vLLM). The index is updated token by token, and a match is followed as long as it continues,
 as in suffix decoding (Oliaro et al., 2024). The acceptance of earlier drafts determines how many drafts are worth
-computing. Uses no model or torch, and does not import batches.
+computing. Does not use a model or torch, and does not import batches.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from app.model.llama import DecoderSettings
 
 
 class AdaptedModel(NamedTuple):
-    """The properties of a model that adapters depend on. Holds no reference to the model's weights."""
+    """The properties of a model that adapters depend on. Does not hold a reference to the model's weights."""
 
     sizes: Mapping[str, Sizes]  # by the linear layer's name
     settings: DecoderSettings

@@ -125,7 +125,7 @@ class NativeDecoder:
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def _provide_rotary(self, num_positions: int) -> None:
-        """Extend the tables of cosines and sines if needed. Computing them in each step took a dozen operators."""
+        """Extend the tables of cosines and sines if needed. Computing them in each step would take many operators."""
         if num_positions > len(self._rotary[0]):
             settings, positions = self._weights.settings, torch.arange(_num_rotary(num_positions))
             rounded = self._weights.dtype if settings.described.rounds_rotary else torch.float32

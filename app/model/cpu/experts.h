@@ -12,7 +12,8 @@ namespace carousel {
 struct ExpertsShape {
     int64_t num_experts, per_token, intermediate_size;
     int64_t weights_sum_to_one;  // whether a row's chosen weights are normalised
-    int64_t rounds_weights;      // whether weights, and outputs times weights, are rounded to the model's type
+    // Whether routing weights, and expert outputs multiplied by them, are rounded to the model's dtype.
+    int64_t rounds_weights;
 };
 
 // The experts of all rows in a step.

@@ -39,7 +39,10 @@ class NativeKVCache:
         dtype: torch.dtype,
         in_int8: bool = False,
     ) -> None:
-        """Reserve memory, without its pages. `why_not` must return None for the arguments. dtype: the model's type."""
+        """Reserve memory, whose pages are allocated by `provide` or on first use.
+
+        `why_not` must return None for the arguments. dtype: the model's type.
+        """
         self.block_size = block_size
         self.dtype = dtype
         self.keys: dict[int, torch.Tensor] = {}  # by place: [num_blocks, num_kv_heads, key_units, block_size] units
@@ -106,7 +109,7 @@ class NativeKVCache:
     def why_not(
         layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this KV memory does not support a machine or these shapes, in words, or None."""
+        """Return the reason why this KV memory does not support a machine or these shapes, or None if it does."""
         if device.type != "cpu":
             return f"it runs on {device.type}"
         if dtype not in DTYPES:

@@ -268,7 +268,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, built if needed, or None after logging a warning. Its names start with `carousel_`."""
+    """Return the library, built if needed, or None after logging a warning. Its functions start with `carousel_`."""
     compiler = _compiler()
     try:
         path = _built(compiler) if compiler else _built_elsewhere()
@@ -334,7 +334,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def log_use_of_amx(kind: str, *sizes: int) -> None:
-    """Log whether AMX multiplies such numbers, and if not, why. sizes: the lengths of the multiplied rows."""
+    """Log whether AMX multiplies numbers of this kind, or why it does not. sizes: lengths of the multiplied rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
         logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)

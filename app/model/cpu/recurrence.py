@@ -21,7 +21,7 @@ class NativeRecurrence:
 
     @staticmethod
     def why_not(dtype: torch.dtype) -> str | None:
-        """Return why the C++ code does not support models of a type, in words, or None."""
+        """Return the reason why the C++ code does not support models of a type, or None if it does."""
         if dtype not in DTYPES:
             return f"the C++ code supports {' and '.join(map(str, DTYPES))}, not {dtype}"
         return "there is no C++ compiler" if library() is None else None

@@ -78,7 +78,7 @@ def can_be_stored(kind: int) -> bool:
 
 
 def form_of(kind: int) -> int:
-    """Return the C++ code's bit for how it rounds inputs for matrices of a type."""
+    """Return the bit with which the C++ code encodes how it rounds the inputs of matrices of this type."""
     code = library()
     assert code is not None, "only native code multiplies stored matrices"
     form: int = code.carousel_stored_form(kind)
@@ -145,7 +145,7 @@ class Layout:
 
 
 def plain_lines(weights: Sequence[torch.Tensor | StoredMatrix], panel: int) -> int:
-    """Return the number of lines for joined, dequantised matrices: one that marks them as such, and the panels."""
+    """Return the number of lines for joined, dequantised matrices: the line of `mark_plain`, and the panels' lines."""
     num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     return 1 + -(-num_outputs // panel) * panel * num_inputs * weights[0].dtype.itemsize // (4 * LINE)
 

@@ -192,7 +192,10 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Return why the C++ decoder does not support a model, in words, or None. Does not check its attention."""
+    """Return the reason why the C++ decoder does not support a model, or None if it does.
+
+    Does not check the model's attention.
+    """
     reason = why_not_llama_like(model, "cpu")
     if reason is not None:
         return reason

@@ -100,7 +100,7 @@ class _StackedUpdates:
 
 
 class AdapterSlots:
-    """Stores a model's adapters, and multiplies rows by their matrices. Any thread may load and free adapters.
+    """Stores a model's adapters, and multiplies rows by their matrices. Loading and freeing are thread-safe.
 
     A rank stores only its part of each adapter.
     """

@@ -12,7 +12,7 @@ from app.model.inputs import to_device
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence's row in the table. Keeps the list of block ids alive, so that no new list can have its `id`."""
+    """A sequence's row in `BlockTables`. Keeps the list of block ids alive, so that no new list can have its `id`."""
 
     index: int
     block_ids: list[int]
@@ -28,7 +28,7 @@ class BlockTables:
     """
 
     def __init__(self, *, max_rows: int, max_blocks: int, scratch_block: int, device: torch.device) -> None:
-        """Allocate the table for at most `max_rows` lists in a step, of up to `max_blocks` blocks each."""
+        """Allocate rows for at most `max_rows` lists in a step, of up to `max_blocks` blocks each."""
         self.scratch_row = max_rows  # the row for tokens that belong to no sequence; contains only the scratch block
         self.tensor = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.tensor[self.scratch_row] = scratch_block

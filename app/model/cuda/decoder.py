@@ -1,6 +1,6 @@
 """Runs the forward pass of a Llama-like model on CUDA, as the C++ decoder (`cpu/decoder.py`) does on a CPU.
 
-One product computes queries, keys and values, and another computes gate and up. Three of our kernels
+One matrix product computes queries, keys and values, and another computes gate and up. Three of our kernels
 (`decoder_kernels.py`) compute everything between the products and the attention. A layer needs ten launches if every
 sequence has one token, otherwise eleven. Experts (`experts.py`) and FP8 (`fp8.py`) each add one launch. The loader
 verifies the decoder's logits against transformers' code.

@@ -85,7 +85,10 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
 
 
 def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
-    """Return why a device cannot compute in FP8, or None if it can. on_a_cpu: the settings to suggest for a CPU."""
+    """Return the reason why a device cannot compute in FP8, or None if it can.
+
+    on_a_cpu: the settings to suggest for a CPU.
+    """
     if not TritonAttention.fits(device):
         return f"it runs on {device.type}; a CPU supports {on_a_cpu}"
     if device.type != "cuda":
@@ -98,7 +101,10 @@ def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
 
 
 def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:
-    """Return why a Llama-like model's matrices cannot be in FP8, or None. Experts' matrices are never in FP8."""
+    """Return the reason why a Llama-like model's matrices cannot be in FP8, or None if they can.
+
+    Experts' matrices are never in FP8.
+    """
     config, head_dim = module.config, max(head_dims_of(module), default=0)
     sizes = {
         "hidden size": config.hidden_size,

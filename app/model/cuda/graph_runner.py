@@ -116,7 +116,7 @@ class GraphModelRunner(LeadingRunner):
         self._finding_loss = DeviceLossGuard(synchronize)
 
     def report(self, ladder: Ladder, backend: str) -> None:
-        """Report this backend as running, and record a loss of the device in the ladder from now on."""
+        """Report this backend as running. From now on, a loss of the device is recorded in `ladder`."""
         self._ladder, self.backend = ladder, ladder.taken(backend)
         self._finding_loss.note = ladder.note_loss
 

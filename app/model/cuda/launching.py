@@ -21,7 +21,7 @@ def kernels_of(module: str, device: torch.device) -> Any:
 
 
 class NoKernels:
-    """Replaces kernels with no-ops on the meta device, where tensors have no data. Needs no Triton."""
+    """Replaces kernels with no-ops on the meta device, where tensors have no data. Does not need Triton."""
 
     def __getattr__(self, name: str) -> Any:
         return self

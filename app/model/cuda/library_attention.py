@@ -48,7 +48,7 @@ class LibraryAttention(TorchAttention):
     def why_not(
         layers: Mapping[int, LayerShape], rules: Mapping[int, AttentionRules], dtype: torch.dtype
     ) -> str | None:
-        """Return why torch's FlashAttention does not support a model, or None if it supports all layers."""
+        """Return the reason why torch's FlashAttention does not support a model, or None if it supports all layers."""
         if dtype not in _DTYPES:
             return f"torch's FlashAttention requires a 16-bit type, but the model is in {dtype}"
         for layer, shape in layers.items():

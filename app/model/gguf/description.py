@@ -207,7 +207,7 @@ def part_of(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
 
 
 def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] | None:
-    """Return the orders of rows and columns if a change merely reorders a matrix, or None. Reads no weights."""
+    """Return the orders of rows and columns if a change merely reorders a matrix, or None otherwise."""
     matrix = 2
     if len(shape) != matrix:
         return None

@@ -65,7 +65,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
 
 
 def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
-    """Return Gemma 4's rotary parameters. It rotates a part of each head, with the frequencies of a whole head."""
+    """Return Gemma 4's rotary parameters. Gemma 4 rotates a part of each head, with the frequencies of a whole head."""
     settings.require_scaling("none")
     factors = settings.factors(_FACTORS, head_dim // 2)
     num_turned = 0 if factors is None else int((factors == 1.0).sum())
@@ -148,7 +148,7 @@ def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Gemma 3: every sixth layer uses no window and scales positions."""
+    """Return the fields of Gemma 3: every sixth layer has no window, and scales positions."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
     every = settings.count("attention.sliding_window_pattern", 6)
@@ -262,7 +262,7 @@ def _phi3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _smollm3(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of SmolLM3: every fourth layer uses no rotary positions."""
+    """Return the fields of SmolLM3: every fourth layer has no rotary positions."""
     every = 4
     has_rope = [int((layer + 1) % every != 0) for layer in range(settings.count("block_count"))]
     return {"no_rope_layer_interval": every, "no_rope_layers": has_rope, "use_sliding_window": False}

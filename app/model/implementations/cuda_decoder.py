@@ -39,7 +39,10 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """Return why the machine or the settings rule out this decoder, or None. Does not inspect the model."""
+        """Return the reason why the machine or the settings rule out this decoder, or None if they do not.
+
+        Does not inspect the model.
+        """
         if source.config.quantization == "fp8":
             return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
         backend = source.config.backend
@@ -47,7 +50,7 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """Return why this decoder does not support the model's structure, or None if it does."""
+        """Return the reason why this decoder does not support the model's structure, or None if it does."""
         reason = why_not_llama_like(own.module, "cuda") or why_attention_is_not_llama_like(
             own.module, own.rules, "cuda"
         )
@@ -57,7 +60,10 @@ class CudaModel(LoadedModel):
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> CudaModel:
-        """Fuse the weights of transformers' module and move the module to the meta device. expected: the reference."""
+        """Fuse the weights of transformers' module and move the module to the meta device.
+
+        expected: the reference output with which the model will be verified.
+        """
         settings = settings_of(own.module, own.rules)
         max_adapters, group = source.config.max_loaded_adapters, own.group
         weights = fuse_weights(
@@ -79,7 +85,11 @@ class CudaModel(LoadedModel):
         return cls.load(source, own, own.expected)
 
     def difference(self, source: ModelSource) -> str | None:
-        """Return how one step differs from the reference. `verified_graph_runner` later verifies the other steps."""
+        """Return how one step's output differs from the reference, or None if it is close enough.
+
+        This checks only one step. `verified_graph_runner` later checks several more, with the runner's own attention
+        and full KV memory.
+        """
         assert self.reference is not None, "a model without a reference cannot be verified"
         difference = self.reference.difference(self.output(source), source.config.quantization)
         if difference is None and self.adapters is not None:
@@ -87,7 +97,10 @@ class CudaModel(LoadedModel):
         return difference
 
     def output(self, source: ModelSource) -> Output:
-        """Run the reference's tokens in one step with temporary KV memory. `first_layer` of the result holds logits."""
+        """Run the reference's tokens in one step with temporary KV memory.
+
+        In the result, `first_layer` holds the logits that follow from the first layer alone.
+        """
         assert self.reference is not None, "a model without a reference cannot be verified"
         blocks = TrialBlocks.enough(source.block_size)
         attention = TritonAttention(
@@ -107,7 +120,10 @@ class CudaModel(LoadedModel):
         return Output(first.logits[None], whole.logits[None])
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
-        """Return this model. It keeps its reference until its steps are verified in the full KV memory."""
+        """Return this model, with its reference.
+
+        `verified_graph_runner` needs the reference after the full KV memory has been allocated.
+        """
         return self
 
     @property

@@ -219,7 +219,7 @@ def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own: list[torch.Tensor]) -> None:
-    """Raise UnsupportedModel if the trial sequences' results in one packed row differ from those alone (`own`)."""
+    """Raise UnsupportedModel if the trial sequences' results in one row differ from their results alone (`own`)."""
     sequences = _tried_sequences(encoder.vocab_size)
     try:
         ours = encoder.states(sequences)

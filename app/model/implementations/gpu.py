@@ -43,7 +43,7 @@ from app.model.verification import TrialBlocks
 logger = logging.getLogger(__name__)
 
 # cuBLAS allocates a workspace for each pair of a thread and a stream: for the thread that builds the engine, for the
-# engine's own thread, and for the stream that captures graphs. On a GPU, the measured step already includes the first.
+# engine's own thread, and for the stream that captures graphs. On a GPU, the measured step includes the first one.
 _NUM_WORKSPACES = 3
 # The trial of our sampling kernels draws with these options as well as with the options of the largest step.
 _DRAWS = (
@@ -98,7 +98,7 @@ def _sampler(config: EngineConfig, model: LoadedModel) -> Sampler:
 
 @torch.inference_mode()
 def why_plain_draws(model: LoadedModel) -> str | None:
-    """Return why plain torch must draw the tokens, or None if our sampling kernels draw the same tokens.
+    """Return the reason why plain torch must draw the tokens, or None if our sampling kernels draw the same tokens.
 
     The trial also compiles the kernels, so that no request waits for them. Raises RuntimeError if the device is lost.
     """
@@ -167,7 +167,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
 
 
 def _of_adapters(config: EngineConfig, model: LoadedModel, runner: GraphModelRunner, num_tokens: int) -> int:
-    """Return the bytes of adapters, including the bytes that they add to a step, because the measured step has none."""
+    """Return the bytes of adapters, and those that adapters add to a step. The measured step has no adapters."""
     if model.adapters is not None:
         return num_bytes_of(model.adapters.tensors()) + model.adapters.step_bytes(num_tokens)
     most = config.model.max_loaded_adapters

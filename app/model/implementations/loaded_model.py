@@ -139,7 +139,7 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def difference_in_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> str | None:
-        """Return the first difference for which `verify_steps` would raise, in words, or None."""
+        """Describe the first difference for which `verify_steps` would raise. Returns None if there is none."""
         assert self.reference is not None, "a model without a reference cannot be verified"
         return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)
 
@@ -152,7 +152,7 @@ class LoadedModel(ABC):
         raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
 
     def why_not_on(self, backend: str) -> str | None:
-        """Return why a GPU backend cannot run this kind of model, or None if it can."""
+        """Return the reason why a GPU backend cannot run this kind of model, or None if it can."""
         if backend == GRAPHS and self.states:
             return "steps of models with recurrent layers cannot be captured"
         return None
@@ -160,7 +160,7 @@ class LoadedModel(ABC):
     def plain_attention(
         self, num_blocks: int, block_size: int, kind: type[TorchAttention] = TorchAttention
     ) -> PagedAttention:
-        """Allocate KV memory and return attention that uses no Triton kernels, or the model's own attention."""
+        """Allocate KV memory and return attention without Triton kernels, or the model's own attention."""
         raise NotImplementedError(f"{type(self).__name__} has kernels for it")
 
     @property

@@ -55,7 +55,10 @@ class NativeModel(LoadedModel):
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """Return why the machine or the settings rule out this decoder, or None. Does not inspect the model."""
+        """Return the reason why the machine or the settings rule out this decoder, or None if they do not.
+
+        Does not inspect the model.
+        """
         if source.group is not None:
             if source.config.quantization != "none":
                 return "its ranks run transformers' code on a CPU; set replicas.tensor_parallel to 1"
@@ -70,7 +73,7 @@ class NativeModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """Return why this decoder does not support the model's structure, or None if it does."""
+        """Return the reason why this decoder does not support the model's structure, or None if it does."""
         return (
             why_not_native(own.module)
             or why_attention_is_not_llama_like(own.module, own.rules, "cpu")
@@ -81,7 +84,10 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> NativeModel:
-        """Pack the module's weights, or read them from its files if the module has none. expected: the reference."""
+        """Pack the module's weights, or read them from its files if the module has none.
+
+        expected: the reference output with which the model will be verified.
+        """
         settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
 
         def pack(allocate: Allocate) -> NativeWeights:
@@ -98,7 +104,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def load_if_verified(cls, source: ModelSource) -> NativeModel | None:
-        """Load the model if it was verified at an earlier start, or return None. Reads no weights on the meta device.
+        """Load the model if it was verified at an earlier start, or return None. On the meta device, reads no weights.
 
         Does not import transformers, which would take longer than importing torch.
         """

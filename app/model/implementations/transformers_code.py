@@ -83,7 +83,7 @@ class TransformersModel(LoadedModel):
     def load(cls, source: ModelSource, *, from_files: bool = False) -> TransformersModel:
         """Load a model, and verify our attention against the model's own attention on the same few tokens.
 
-        from_files: leave the weights in the files where possible, because a decoder of ours will read them from there.
+        from_files: leave the weights in the files where possible, because our C++ decoder will read them from there.
         """
         mapped, whole, config = None, None, source.config
         if source.group is not None:
@@ -202,7 +202,7 @@ class TransformersModel(LoadedModel):
         )  # fmt: skip
 
     def ready(self, source: ModelSource) -> TransformersModel:
-        """Return the model ready to serve. Rereads the weights if a decoder that failed verification has taken them."""
+        """Return the model, ready to serve. Rereads the weights if a decoder took them and then failed verification."""
         model = self
         if self.module.get_input_embeddings().weight.is_meta:
             module = read_module(source) if source.group is None else part_of_rank(source)[0]
@@ -396,7 +396,7 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference, step: ProbeStep | CacheProbe) -> None:
-    """Reject a model that, when no positions are passed, numbers its tokens other than 0, 1, 2, …"""
+    """Reject a model that does not number its tokens 0, 1, 2, … if no positions are passed."""
     found = run_module(module, reference.token_ids, None, step)
     reference.verify("with positions from 0 on", found)
 

@@ -26,7 +26,7 @@ class Kind(IntEnum):
 
 
 class Channel:
-    """One end of the connection. Any thread may send, but only one may receive."""
+    """One end of the connection. Sending is thread-safe, but only one thread may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end

@@ -75,7 +75,7 @@ class RankGroup:
         return self._with(self._all[-1])
 
     def alone(self) -> AbstractContextManager[None]:
-        """Let exchanges only allocate memory in a `with` block, without other ranks, for work that may fail on one."""
+        """Make exchanges in a `with` block only allocate memory, without other ranks. For work that may fail on one."""
         return self._with(None)
 
     @contextmanager
@@ -129,7 +129,7 @@ class RankGroup:
             _exchange(lambda: self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the columns of all ranks, [..., size * num_columns]. tensor: [..., num_columns], equal in shape."""
+        """Return the columns of all ranks, [..., size * num_columns]. tensor: [..., num_columns] on every rank."""
         if self._processes is None:
             return self._sizes.gather_columns(tensor)
         self._counts.add(self.rank)

@@ -77,7 +77,7 @@ def check_cards(found: Sequence[VisibleCard], size: int) -> None:
 def check_heads(described: Mapping[str, Any], size: int) -> None:
     """Raise InvalidSetup, with the numbers, if `size` does not divide the attention heads. described: config.json.
 
-    Called before any process is started. Loading the model checks its other parts.
+    Called before any process is started. The model's other sizes are checked when it is loaded.
     """
     heads = (described.get("text_config") or described).get("num_attention_heads")
     check_divisible({"num_attention_heads": heads}, size, of="the model")
@@ -107,8 +107,8 @@ class Ranks:
     ) -> None:
         """Start the other ranks. Blocks until all have connected.
 
-        start: starts a rank's process, which must inherit the socket with the given file descriptor. From the socket
-            the process reads JSON: `settings` with its rank, and the group's size, store and timeout. It answers with
+        start: starts a rank's process, which must inherit the socket with the given file descriptor. The process reads
+            JSON from the socket (`settings` with its rank, and the group's size, store and timeout), and answers with
             a SYNC.
         step_timeout_s, start_timeout_s: the limits for a step, and for each of connecting, loading and capturing.
 

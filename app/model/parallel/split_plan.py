@@ -39,7 +39,7 @@ _DIVIDED = (
 
 
 def shared_numbers(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the sizes that ranks share, by name in the configuration. A size that the model lacks is None."""
+    """Return the sizes that are divided among ranks, by name in the configuration. A size is None if it is missing."""
     text = config.get_text_config()
     return {name: getattr(text, name, None) for name in _DIVIDED}
 
@@ -97,7 +97,7 @@ class SplitPlan:
     """Applies a model's tensor parallel plan for one rank of a group."""
 
     def __init__(self, module: PreTrainedModel, group: Exchange, *, path: str) -> None:
-        """Read the plan. Raises UnsupportedModel if transformers has none for the model, or one with unknown styles."""
+        """Read the plan. Raises UnsupportedModel if the model has no plan, or if its plan contains unknown styles."""
         self._group = group
         self._path = path
         self._output = module.get_output_embeddings()

@@ -18,8 +18,8 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.adapters import SlottedAdapter
 
-# The counts of sequences, tables to forget and tables with new blocks, and four flags: has log-probabilities, has
-# drafts, has adapters, and is a decode step, in which every sequence has one token and samples.
+# The counts of sequences, of block tables to forget and of block tables with new blocks, and four flags: has
+# log-probabilities, has drafts, has adapters, and is a decode step, in which every sequence has one token and samples.
 _HEADER = 7
 _NO_SLOT = -1
 _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # only rank 0 samples
@@ -71,7 +71,10 @@ class StepWriter:
         return table
 
     def _forgotten(self, items: Sequence[ScheduledSequence]) -> list[int]:
-        """Forget the tables of absent sequences if there are too many, to be sent again. Returns their numbers."""
+        """Forget the block tables of absent sequences if there are too many. Returns the numbers of these tables.
+
+        If such a sequence returns, its block table is sent again.
+        """
         kept_tables = 256  # absent sequences that may keep their tables, plus one for each present
         if len(self._tables) <= 2 * len(items) + kept_tables:
             return []

@@ -1,7 +1,7 @@
 """Sums over ranks whose bits do not depend on a number's position in the tensor.
 
-Every number is added up in the order of the ranks. A ring, as used by other libraries, would add each part of a tensor
-in a different order, so a sequence's output would depend on the other sequences in its step.
+Each sum is computed in the order of the ranks. A ring, as used by other libraries, would add each part of a tensor in a
+different order, so a sequence's output would depend on the other sequences in its step.
 """
 
 from __future__ import annotations

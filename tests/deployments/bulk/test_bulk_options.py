@@ -56,7 +56,7 @@ def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> N
     ("large", "expected"),
     [
         ("engine: {model: {path: models/demoo}}", "models[1].engine.model.path: got 'models/demoo'; there is no such"),
-        ("pooling: cls, adapters: {a: /nowhere}", "models[1]: pooling of large: got cls"),
+        ("pooling: cls, adapters: {a: /nowhere}", "models[1]: pooling of large: got 'cls'"),
     ],
 )
 def test_mistakes_in_the_files_of_the_configs_model_are_found_before_any_engine_starts(

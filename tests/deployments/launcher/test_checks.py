@@ -138,7 +138,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a setting of ours": (_set(f"{ENGINE}.modle", {}), "models[0].engine.modle: no such setting; did you mean 'model'"),
     "a number": (_set(f"{ENGINE}.scheduler.max_running", 0), "models[0].engine.scheduler.max_running: got 0; must be"),
     "a choice": (_set(f"{MODEL}.replicas.dispatch", "random"), "models[0].replicas.dispatch: got 'random'; must be"),
-    "a pooling": (_set(f"{MODEL}.pooling", "cls"), "models[0]: pooling of demo: got cls, the first token"),
+    "a pooling": (_set(f"{MODEL}.pooling", "cls"), "models[0]: pooling of demo: got 'cls', which uses"),
     "a user config": (
         _set(f"{APP}.deployments", [{"name": "replica-demo", "user_config": {"scheduler": {"max_runnning": 3}}}]),
         "user_config.scheduler.max_runnning: no such setting; did you mean 'max_running'?",
@@ -192,7 +192,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "one of two applications": (_second_application, "application 'other': models[0].engine.model.path: got 'models/d"),
     "a file of keys": (
         _set(f"{APP}.args.api", {"keys_file": "/nowhere/keys.yaml"}),
-        "api.keys_file: there is no file /nowhere/keys.yaml; `carousel key NAME` prints an entry",
+        "api.keys_file: the file /nowhere/keys.yaml does not exist; create it with a list of keys",
     ),
     "no list of keys": (_keys("name: me"), "must contain a list of keys; `carousel key NAME` prints an entry"),
     "a key": (_keys("- {name: me, sha256: short}"), "keys.yaml[0].sha256: sha256 has 5 characters"),

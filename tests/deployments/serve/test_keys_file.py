@@ -59,7 +59,7 @@ def test_a_made_key_opens_the_door_that_its_entry_describes(tmp_path: Path) -> N
         ("[]", "must contain a list of keys"),
         ("alice: secret", "must contain a list of keys"),
         ("- {name: [", "is not valid YAML"),
-        ("- {name: sk-plain, sha256: @}", "is not valid YAML: mistake in line 1"),
+        ("- {name: sk-plain, sha256: @}", "is not valid YAML; see line 1"),
         ("- name: 2024-13-45", "is not valid YAML: ValueError"),
         ("- name: !!int ''", "is not valid YAML: IndexError"),
         ("- name: !!bool sk-plain", "is not valid YAML: KeyError"),
@@ -82,7 +82,7 @@ def test_a_mistake_in_the_file_is_told_with_its_place(tmp_path: Path, text: str,
 
 
 def test_a_file_that_is_not_there_is_told_and_opens_nothing(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetup, match="there is no file"):
+    with pytest.raises(InvalidSetup, match="does not exist"):
         Keys(ApiConfig(keys_file=str(tmp_path / "nowhere.yaml")))
 
 
@@ -248,7 +248,7 @@ def test_keys_that_stand_in_the_settings_are_refused_and_not_shown(serve_file: A
 
 def test_a_key_for_a_model_that_there_is_not_is_told(serve_file: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "keys.yaml", [entry(models=["dmeo"])])
-    with pytest.raises(InvalidSetup, match="the API key 'alice' is for an unknown model 'dmeo'; there are demo"):
+    with pytest.raises(InvalidSetup, match="the API key 'alice' allows an unknown model 'dmeo'; the models are demo"):
         read_serve_file(serve_file("127.0.0.1", keys_file=str(path)))
 
 
