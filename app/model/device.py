@@ -58,7 +58,7 @@ def _why_no_cuda() -> str:
     """Return why torch finds no device, with a remedy. torch gives its reason only when CUDA is initialised."""
     version, built_for = torch.__version__, torch.version.cuda
     if built_for is None:
-        return f"torch {version} is built without CUDA; install a CUDA torch"
+        return f"torch {version} is built without CUDA; install torch with CUDA"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it has none"
@@ -90,7 +90,7 @@ def why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None  # Triton's interpreter needs no compiler
     if importlib.util.find_spec("triton") is None:
-        return "is not installed: pip install triton (torch for CUDA brings it on Linux)"
+        return "is not installed: pip install triton (on Linux, torch with CUDA includes it)"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     missing = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({' or '.join(compilers)})"]
@@ -99,7 +99,7 @@ def why_no_triton(device: torch.device) -> str | None:
         return None
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"lacks {' and '.join(missing)}, which it needs to compile launchers for its kernels: apt-get install -y gcc "
+        f"needs {' and '.join(missing)} to compile launchers for its kernels: apt-get install -y gcc "
         f"libc6-dev {python}-dev, or dnf install -y gcc {python}-devel"
     )
 

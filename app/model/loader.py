@@ -250,7 +250,7 @@ def _load_in_first_implementation(
     reason = way.why_not_here(source)
     if reason is not None and config.quantization != "none":
         raise refused_quantization(config, reason)
-    logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
+    logger.info("%s: the number type is %s: %s", config.path, chosen.name, chosen.reason)
     if reason is None and way is NativeModel and (before := NativeModel.load_if_verified(source)) is not None:
         return before
     _check_before_weights(source, check_states)

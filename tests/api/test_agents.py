@@ -221,7 +221,7 @@ def test_a_system_message_between_turns_keeps_its_place() -> None:
     call = [{"role": "system", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]
     answer = service.call("POST", "/v1/messages", {"messages": [QUESTION, *call], "max_tokens": 9})
     assert answer.status == 400
-    assert "has the role system, which may not have tool_use blocks" in answer.json["error"]["message"]
+    assert "has the role 'system', which may not have blocks of type 'tool_use'" in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def answering(models: Response) -> Starlette:
 def test_a_stream_without_an_end_is_no_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(answering(JSONResponse({"data": [{"id": "demo"}]}))) as url:
         assert chat.main(["Hi", "--url", url]) == 1
-    assert capsys.readouterr() == ("It is\n", "the answer broke off\n")
+    assert capsys.readouterr() == ("It is\n", "the answer was interrupted\n")
 
 
 def test_an_error_amid_the_stream_is_told_below_what_came(

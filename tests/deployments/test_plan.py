@@ -260,8 +260,8 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
         (("--gpu", "H200", "--quantization", "int4"), "only the native decoder on a CPU supports, but device is cuda"),
         (("--gpu", "A100", "--quantization", "fp8"), r"--quantization fp8: A100-80GB does not support FP8, .* 8\.9"),
         (("--gpu", "A100", "--cache-dtype", "fp8"), r"--cache-dtype fp8: A100-80GB does not support FP8, .* 8\.9"),
-        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8: only supported on CPUs; GPUs support fp8"),
-        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8: only supported on GPUs; CPUs support int8"),
+        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8 is only supported on CPUs; GPUs support fp8"),
+        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8 is only supported on GPUs; CPUs support int8"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason(

@@ -290,7 +290,7 @@ def test_the_fingerprint_of_a_table_follows_each_of_its_bytes(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"id,prompt,id\n1,a,2\n", "the header repeats names: id; make each name unique"),
+        (b"id,prompt,id\n1,a,2\n", "the header contains several columns named id; make each name unique"),
         (b",,\n1,a,2\n", "the header has no names"),
         (b"id;prompt\n1;a\n", "the header has only one column, 'id;prompt'; separate cells with commas in .csv"),
         (b"text\na\n", "no row has a prompt or messages column; the first row has text"),

@@ -273,11 +273,14 @@ def library() -> ctypes.CDLL | None:
     try:
         path = _built(compiler) if compiler else _built_elsewhere()
         if path is None:
-            logger.warning("no C++ compiler found: the model runs on plain torch, which is several times slower")
+            logger.warning(
+                "no C++ compiler found, so the model runs on plain torch, which is several times slower; install c++, "
+                "g++ or clang++"
+            )
             return None
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("the native code cannot be built (%s): the model runs on plain torch, which is slower", error)
+        logger.warning("the native code cannot be built (%s), so the model runs on plain torch, which is slower", error)
         return None
     for pattern, (arguments, result) in _FUNCTIONS.items():
         for name in {pattern.format(suffix) for suffix in DTYPES.values()}:

@@ -107,7 +107,7 @@ def _weights_in(descriptor: int) -> NativeWeights:
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    logger.info("weights: waiting for another process, which is packing them")
+    logger.info("weights: waiting for another process to pack them")
     with step_within("waiting for the weights, which another replica is loading"):
         yield
 

@@ -297,7 +297,7 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
             "prefill_replicas=2 and num_replicas=2: no replica is left for d",
         ),
         ({"prefill_replicas": 0}, "prefill_replicas: got 0; must be greater than or equal to 1"),
-        ({"prefill_replicas": 1, "autoscaling": {}}, "needs at least 2 replicas: raise autoscaling.min_replicas"),
+        ({"prefill_replicas": 1, "autoscaling": {}}, "requires at least 2 replicas; raise autoscaling.min_replicas"),
         (
             {"prefill_replicas": 1, "groups": [A, B]},
             "prefill_replicas and groups: replicas for prefill and decode must hav",
@@ -339,7 +339,10 @@ def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], m
 @pytest.mark.parametrize(
     ("webhooks", "mistake"),
     [
-        ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file belong together; set both or neither"),
+        (
+            {"url": "https://a.example/"},
+            "batches.webhooks: `url` and secret_file require each other; set both or neither",
+        ),
         ({"allowed_networks": ["10.0.0.1/8"]}, "batches.webhooks.allowed_networks: 10.0.0.1/8 has host bits set"),
         ({"url": "http://8.8.8.8/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url must begin with"),
         (
