@@ -298,7 +298,7 @@ class StoredResponses:
         """Open a response's file, cutting off a torn last record. Raises Failure."""
         running.new, num_bytes = await asyncio.to_thread(_repaired, path)
         running.log = AnswerLog(path, self._writer, num_bytes)
-        logger.info("response %s continues after %d bytes", path.name, num_bytes)
+        logger.info("response %s resumes after %d bytes", path.name, num_bytes)
 
     async def _generate(self, running: _Running, accepted: asyncio.Future[None] | None) -> AnswerEnd:
         """Generate a response and return its end. A response that `may_wait` is retried until a replica has room.

@@ -109,8 +109,8 @@ def warn_without_mps(share: float) -> None:
     control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
     if not control.exists():
         logger.warning(
-            "replicas.num_gpus is %g, but there is no MPS here (%s): the replicas of this GPU take turns on it, and "
-            "together may be slower than one with num_gpus: 1. Start nvidia-cuda-mps-control -d before Ray",
+            "replicas.num_gpus is %g, but MPS is not running here (%s), so this GPU's replicas take turns on it and "
+            "may together be slower than one replica with num_gpus: 1. Start nvidia-cuda-mps-control -d before Ray",
             share, control,
         )  # fmt: skip
 

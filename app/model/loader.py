@@ -199,7 +199,7 @@ def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
 
 def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, num_threads: int) -> LoadedRunner:
     logger.info(
-        "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
+        "%s is loaded on %s in %s%s%s, with %d threads and %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
         "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
         "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",

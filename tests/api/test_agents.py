@@ -186,7 +186,7 @@ def test_shapes_of_responses_that_have_no_effect(fields: dict[str, Any], ignored
 def test_a_choice_of_a_tool_that_nothing_here_runs_is_refused() -> None:
     service = answering("3")
     body: dict[str, Any] = {"input": "Hi", "tools": [{"type": "web_search"}]}
-    for choice, words in (("required", "tool_choice requires tools"), ({"type": "web_search"}, "'function'")):
+    for choice, words in (("required", "tool_choice requires `tools`"), ({"type": "web_search"}, "'function'")):
         answer = service.call("POST", "/v1/responses", body | {"tool_choice": choice})
         assert (answer.status, words in answer.error["message"]) == (400, True)
 

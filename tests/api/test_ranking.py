@@ -116,7 +116,7 @@ def test_the_texts_of_a_score_have_the_names_of_vllm(embedding: Service, names: 
         ({first: ["w1", "w2"], second: ["w3"] * 3}, first, f"`{first}` contains 2 texts and `{second}` contains 3"),
         ({first: "w1"}, "text_2", "text_2 is required"),
         ({second: "w1"}, "text_1", "text_1 is required"),
-        ({first: "w1", second: "w2", "text_2": "w3"}, second, f"text_2 and {second} name the same texts"),
+        ({first: "w1", second: "w2", "text_2": "w3"}, second, f"`text_2` and `{second}` are names of the same field"),
         ({first: "w1", second: [5]}, second, "should contain only strings"),
     ):
         refused = embedding.call("POST", path, body)

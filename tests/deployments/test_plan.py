@@ -252,7 +252,10 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",
         ),
         (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is only supported for CPUs"),
-        (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is supported"),
+        (
+            ("--cpu", "16GiB", "--adapters", "8", "--rank", "65"),
+            "adapters of rank 65 are not supported; the highest rank is 64",
+        ),
         (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is only supported for CPUs"),
         (("--cpu", "1TB"), r"--cpu: got '1TB'; must be a size, such as 80GiB"),
         (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is only supported for GPUs"),

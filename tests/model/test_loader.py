@@ -140,7 +140,7 @@ def test_replicas_that_take_turns_on_a_card_are_told_of(  # type: ignore[no-unty
         (tmp_path / "control").touch()
     with pytest.raises(InvalidSetup, match="not loaded"):
         load_runner(config_of(tiny_model_path("llama"), num_threads=torch.get_num_threads()), gpu_share=share)
-    is_told = "num_gpus is 0.5, but there is no MPS here" in caplog.text
+    is_told = "num_gpus is 0.5, but MPS is not running here" in caplog.text
     assert is_told == (share < 1 and not has_mps)
 
 

@@ -169,7 +169,7 @@ class Slots:
             self._most_taken = max(self._most_taken, num_taken + 1)
             return
         self._num_refused += 1
-        shared = f" ({of_others:,} of them currently in other processes)" if of_others else ""
+        shared = f" ({of_others:,} of them currently reserved for other processes)" if of_others else ""
         raise LimitReached(
             f"this API key may run {self.limit:,} requests at once{shared} and is running {num_taken:,}; wait for "
             f"one to finish",

@@ -113,7 +113,7 @@ class DocumentIndex:
         vectors = await service_vectors(texts, self._model, is_background=True, on_progress=note)
         matrix: Matrix = await asyncio.to_thread(np.stack, vectors)
         await asyncio.to_thread(_write, path, matrix)
-        logger.info("index %s: %d vectors computed by %s", self._path, len(texts), self._model.name)
+        logger.info("index %s: %d vectors have been computed by %s", self._path, len(texts), self._model.name)
         return matrix
 
 

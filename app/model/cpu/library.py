@@ -340,9 +340,9 @@ def log_use_of_amx(kind: str, *sizes: int) -> None:
     """Log whether AMX multiplies such numbers, and if not, why. sizes: the lengths of the multiplied rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
-        logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)
+        logger.info("%s: matrix products use the CPU's matrix unit (AMX)", kind)
     else:
-        logger.info("%s: multiplied by vector instructions, not AMX: %s", kind, reason)
+        logger.info("%s: matrix products use vector instructions, not AMX: %s", kind, reason)
 
 
 def why_not_amx(*sizes: int) -> str | None:

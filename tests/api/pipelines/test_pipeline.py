@@ -46,7 +46,7 @@ def checked(*steps: Any, **more: Any) -> ApplicationConfig:
     ("steps", "more", "words"),
     [
         ([], {}, "at least 1 item"),
-        ([RERANK], {}, "steps[0]: the last step is of kind rerank, which does not produce an answer; add a step after it"),
+        ([RERANK], {}, "steps[0]: the last step is of kind rerank, which does not produce an answer; add a step"),
         ([GENERATE, GENERATE], {}, "steps[0]: a step of kind generate produces the answer, so no step may follow it"),
         ([{"kind": "sort"}], {}, "got 'sort'; must be one of rerank, "),
         ([{"model": "a"}], {}, "without a kind"),
