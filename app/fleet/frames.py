@@ -225,7 +225,7 @@ def message_decoder() -> StreamDecoder[Message]:
 
 def _plain(value: object) -> object:
     if not isinstance(value, CarouselError):
-        raise TypeError(f"a frame can contain plain values and CarouselErrors, but not {type(value).__name__}")
+        raise TypeError(f"a frame can contain plain values and CarouselErrors, but no {type(value).__name__}")
     return value.to_plain()
 
 

@@ -182,7 +182,7 @@ def _check_can_resume(path: Path, run: Mapping[str, Any], *, resume: bool) -> No
         raise InvalidSetup(f"--output {path}: this run is finished (see {path / SUMMARY}); use another folder")
     if not resume:
         raise InvalidSetup(
-            f"--output {path} contains this run, which is unfinished; resume it with --resume, or use another folder"
+            f"--output {path} contains this run, which is unfinished; resume with --resume, or use another folder"
         )
 
 

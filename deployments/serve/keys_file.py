@@ -80,7 +80,7 @@ class Keys:
 
     def _report(self, mistake: str) -> None:
         if mistake != self._reported:
-            logger.error("the file of API keys cannot be used, so the keys remain unchanged: %s", mistake)
+            logger.error("the API keys remain unchanged: %s", mistake)
         self._reported = mistake
 
     def _look(self) -> tuple[int, ...]:
