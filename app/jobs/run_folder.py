@@ -189,7 +189,7 @@ def _check_can_resume(path: Path, run: Mapping[str, Any], *, resume: bool) -> No
 def _check_is_empty(path: Path) -> None:
     strangers = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     if set(strangers) - {hidden_name(MANIFEST)}:  # a process that died at startup may have left the hidden manifest
-        raise InvalidSetup(f"--output {path} contains {', '.join(strangers[:3])}, but no run; use an empty folder")
+        raise InvalidSetup(f"--output {path} contains {', '.join(strangers[:3])} but no run; use an empty folder")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ def why_no_triton(device: torch.device) -> str | None:
         return None
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"needs {' and '.join(missing)} to compile launchers for its kernels: apt-get install -y gcc "
+        f"lacks {' and '.join(missing)}, which it needs to compile launchers for its kernels: apt-get install -y gcc "
         f"libc6-dev {python}-dev, or dnf install -y gcc {python}-devel"
     )
 

@@ -36,7 +36,7 @@ def allocating_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterato
     available = available_memory()
     if available is not None and num_bytes > available:
         compared = _compared(needed, num_bytes, "", available)
-        logger.warning("%s available, so this process may swap or be killed; %s", compared, way_out)
+        logger.warning("%s available now, so this process may swap or be killed; %s", compared, way_out)
     try:
         yield
     except RuntimeError as error:
@@ -50,6 +50,6 @@ def allocating_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterato
 
 def _compared(needed: str, num_bytes: int, detail: str, limit: int) -> str:
     return (
-        f"{needed} {num_bytes / GIB:,.2f} GiB{detail}, but this machine and its control groups have only "
+        f"{needed} {num_bytes / GIB:,.2f} GiB{detail}, and this machine and its control groups have "
         f"{limit / GIB:,.2f} GiB"
     )

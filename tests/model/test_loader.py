@@ -73,7 +73,7 @@ def test_the_type_follows_from_checkpoint_and_machine(  # type: ignore[no-untype
 def test_the_log_says_which_type_and_why(tiny_model_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO")
     load(tiny_model_path("llama"), dtype="auto")
-    assert "the type is float32: the checkpoint's own" in caplog.text
+    assert "the number type is float32: the checkpoint's own" in caplog.text
 
 
 def test_a_longer_context_than_the_model_has_is_refused_with_both_numbers(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
