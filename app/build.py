@@ -363,7 +363,7 @@ def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str
     torch.set_num_threads(num_threads)
     with loading_weights():
         model = load_encoder(config.model, location)
-    logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",
+    logger.info("%s is loaded on %s in %s, with %d threads; it is an encoder, without KV memory",
                 config.model.path, model.device, model.dtype, num_threads)  # fmt: skip
     recorder = recorder_of(config, runner=model.runner, model_info=model.model_info, num_blocks=0)
     return assemble(
@@ -412,7 +412,7 @@ def _build_simulated(config: EngineConfig) -> Engine:
     costs = SimulatedCosts.model_validate(config.model.simulated)
     model = read_description(config.model, resolve_model_path(config.model.path))
     num_blocks = num_simulated_blocks(config, model.model_info)
-    logger.info("%s is simulated: %s; %d KV blocks of %d tokens",
+    logger.info("%s is simulated: %s, with %d KV blocks of %d tokens",
                 config.model.path, costs, num_blocks, config.cache.block_size)  # fmt: skip
     runner = SimulatedModelRunner(
         costs,

@@ -109,7 +109,7 @@ def locked_if_possible(
             with waiting():
                 lock = take_lock(path, waits=True)
     except OSError as error:
-        logger.warning("%s: %s: %s", without, path, error.strerror)
+        logger.warning("%s, because %s cannot be locked: %s", without, path, error.strerror)
     try:
         yield
     finally:

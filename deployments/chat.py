@@ -72,7 +72,7 @@ def _key() -> str:
     """Return the API key from the environment, or "" if it is not set. Raises CarouselError if it is malformed."""
     key = os.environ.get(_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise CarouselError(f"{_KEY}: contains characters that no key contains; `carousel key NAME` makes a key")
+        raise CarouselError(f"{_KEY} contains characters that no key contains; `carousel key NAME` makes a key")
     return key
 
 
@@ -187,8 +187,8 @@ def _events(stream: Any) -> Iterator[dict[str, Any]]:
                 raise CarouselError(event["error"]["message"])
             yield event
     except (OSError, http.client.HTTPException) as error:
-        raise CarouselError(f"the answer broke off: {error}") from error
-    raise CarouselError("the answer broke off")
+        raise CarouselError(f"the answer was interrupted: {error}") from error
+    raise CarouselError("the answer was interrupted")
 
 
 class _Screen:

@@ -30,7 +30,7 @@ COMMANDS = {  # name → (the function that receives the remaining arguments, on
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
     "check": ("deployments.launcher.checks:main", "find mistakes in a config or a model, without serving it"),
     "chat": ("deployments.chat:main", "talk to a running service in this terminal"),
-    "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server"),
+    "bulk": ("deployments.bulk.__main__:main", "answer every row of one or more files, without a server"),
     "plan": ("deployments.plan.__main__:main", "plan the memory of a device, or the replicas for a trace"),
     "key": ("deployments.cli:print_key", "make an API key"),
 }

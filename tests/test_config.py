@@ -93,11 +93,11 @@ def test_a_step_that_no_one_limited_has_a_token_for_every_running_request(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_step_tokens": 64, "max_running": 65}, "max_step_tokens=64 is below max_running=65: "),
-        ({"max_step_tokens": 8}, "max_step_tokens=8 is below max_running=32, which preset mixed sets: "),
+        ({"max_step_tokens": 64, "max_running": 65}, "max_step_tokens=64 is below max_running=65, but"),
+        ({"max_step_tokens": 8}, "max_step_tokens=8 is below max_running=32, which the preset mixed sets, but"),
         (
             {"preset": "batch", "max_step_tokens": 100},
-            "max_step_tokens=100 is below max_running=128, which preset",
+            "max_step_tokens=100 is below max_running=128, which the preset",
         ),
     ],
 )

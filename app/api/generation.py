@@ -66,17 +66,19 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
         ("prompt_logprobs", body.prompt_logprobs, limits.max_logprobs),
     ):
         if asked is not None and asked > most:
-            raise InvalidRequest(f"{param} is {asked:,}; this server accepts at most {most:,}", param=param)
+            raise InvalidRequest(f"{param} is {asked:,}; this server accepts at most {most:,}; lower it", param=param)
     param = body.stop_param
     if len(body.stop) > limits.max_stop_strings:
         raise InvalidRequest(
-            f"{param} has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
+            f"`{param}` contains {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}; "
+            f"send fewer",
             param=param,
         )
     longest = max(map(len, body.stop), default=0)
     if longest > limits.max_stop_length:
         raise InvalidRequest(
-            f"{param} has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
+            f"`{param}` contains a string of {longest:,} characters; this server accepts at most "
+            f"{limits.max_stop_length:,} characters per string; shorten it",
             param=param,
         )
     for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
@@ -87,9 +89,13 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
 def check_bulk_answer(body: GenerationRequest, *, echo: bool = False) -> None:
     """Raise InvalidRequest if an item of a bulk run asks for several answers, or for more than an answer's text."""
     if body.n != 1:
-        raise InvalidRequest(f"n is {body.n:,}; an item may have only one answer; write an item for each", param="n")
+        raise InvalidRequest(
+            f"`n` is {body.n:,}, but an item may have only one answer; write one item per answer", param="n"
+        )
     if body.num_samples != 1:
-        raise InvalidRequest(f"best_of is {body.best_of}; an item may have only one answer; remove it", param="best_of")
+        raise InvalidRequest(
+            f"best_of is {body.best_of}, but an item may have only one answer; remove best_of", param="best_of"
+        )
     for name, is_asked in (
         ("logprobs", body.asked_logprobs[1] is not None),
         ("prompt_logprobs", body.prompt_logprobs is not None),
@@ -97,7 +103,9 @@ def check_bulk_answer(body: GenerationRequest, *, echo: bool = False) -> None:
         ("echo", echo),
     ):
         if is_asked:
-            raise InvalidRequest(f"bulk runs do not support {name}: results contain only text; remove it", param=name)
+            raise InvalidRequest(
+                f"bulk runs do not support `{name}`, because results contain only text; remove it", param=name
+            )
 
 
 def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestContext) -> SharedFields:
@@ -151,7 +159,7 @@ def _encode_prediction(text: str, model: ServedModel) -> tuple[int, ...]:
     [token_ids] = encode_prompts([text], model, "prediction", add_special_tokens=False)
     if len(token_ids) > model.model_info.max_model_len:
         raise ContextTooLong(
-            f"prediction has {len(token_ids):,} tokens; this model accepts {model.model_info.max_model_len:,} for "
+            f"`prediction` has {len(token_ids):,} tokens; this model accepts {model.model_info.max_model_len:,} for "
             f"prompt and output together; shorten the prediction to the expected output",
             param="prediction",
         )
@@ -190,7 +198,7 @@ def encode_prompts(
         encoded.append(cut(token_ids))
         num_tokens += len(encoded[-1])
         if len(encoded) > 1:  # the context limits a single prompt
-            check_call_tokens(num_tokens, model, f"the first {len(encoded):,} texts of {param}", param)
+            check_call_tokens(num_tokens, model, f"the first {len(encoded):,} texts in `{param}`", param)
     return encoded
 
 
@@ -199,7 +207,7 @@ def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str
     most = max(MAX_CALL_TOKENS, 2 * model.model_info.max_model_len)
     if num_tokens > most:
         raise InvalidRequest(
-            f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; reduce {param}",
+            f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; reduce `{param}`",
             param=param,
         )
 
@@ -254,15 +262,15 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_exceed_context
         if (num_bytes := len(text.encode())) <= MAX_LONGER_TEXT:
             return
         raise ContextTooLong(
-            f"{param} has a text of {num_bytes:,} bytes; at most {MAX_LONGER_TEXT:,} are accepted, and this model "
-            f"accepts {max_model_len:,} tokens; shorten it",
+            f"`{param}` contains a text of {num_bytes:,} bytes, but at most {MAX_LONGER_TEXT:,} bytes are accepted, "
+            f"and this model accepts at most {max_model_len:,} tokens; shorten the text",
             param=param,
         )
     num_tokens = model.tokenizer.count_up_to(text, 2 * max_model_len)
     if num_tokens > 2 * max_model_len:
         raise ContextTooLong(
-            f"{param} has a text of {len(text):,} characters, which has more than {max_model_len:,} tokens; this model "
-            f"accepts {max_model_len:,} tokens for prompt and output together; shorten the text",
+            f"`{param}` contains a text of {len(text):,} characters, which is more than {max_model_len:,} tokens; this "
+            f"model accepts {max_model_len:,} tokens for prompt and output together; shorten the text",
             param=param,
         )
 
@@ -340,7 +348,7 @@ def prepare_generation(
     num_prompt_tokens, num_logprobs = sum(map(len, prompts)), 0
     if body.num_samples > 1:
         param = "n" if body.best_of is None else "best_of"
-        choices = f"{body.num_samples:,} choices of {num_prompt_tokens:,} prompt tokens"
+        choices = f"{body.num_samples:,} choices with {num_prompt_tokens:,} prompt tokens each"
         check_call_tokens(body.num_samples * num_prompt_tokens, model, choices, param)
     if details is not None:
         is_open_ended = body.asked_tokens is None and default_max_tokens is None
@@ -442,8 +450,8 @@ def _with_bounded_logprobs(
         param = "prompt_logprobs"
     raise InvalidRequest(
         f"the answer could have {num_logprobs:,} log-probabilities: {num_requests:,} choices of up to "
-        f"{num_tokens:,} tokens and {num_prompt_tokens:,} prompt tokens, each with its likeliest tokens; this "
-        f"server accepts {most:,}; lower {param}, {body.length_param} or n, or send fewer or shorter prompts",
+        f"{num_tokens:,} tokens and {num_prompt_tokens:,} prompt tokens, each with its most likely tokens; this "
+        f"server accepts {most:,}; lower {param}, {body.length_param} or `n`, or send fewer or shorter prompts",
         param=param,
     )
 
@@ -485,19 +493,19 @@ def _max_tokens(
     """
     param = body.prompt_param
     if num_prompt_tokens == 0:
-        raise InvalidRequest(f"{param} has no tokens; send at least one", param=param)
+        raise InvalidRequest(f"`{param}` has no tokens; send at least one", param=param)
     room = max_model_len - num_prompt_tokens
     asked = body.asked_tokens
     if asked is not None and asked > room:
         raise ContextTooLong(
-            f"prompt has {num_prompt_tokens:,} tokens and {body.length_param} is {asked:,}; this model accepts "
+            f"the prompt has {num_prompt_tokens:,} tokens and {body.length_param} is {asked:,}; this model accepts "
             f"{max_model_len:,} tokens in total; shorten the prompt or lower {body.length_param}",
             param=param if room < 1 else body.length_param,
         )
     if room < 1 and asked != 0:
         raise ContextTooLong(
-            f"prompt has {num_prompt_tokens:,} tokens; this model accepts {max_model_len:,} tokens, including at least "
-            f"one output token; shorten the prompt",
+            f"the prompt has {num_prompt_tokens:,} tokens; this model accepts {max_model_len:,} tokens, including at "
+            f"least one output token; shorten the prompt",
             param=param,
         )
     max_tokens = min(room, default or room) if asked is None else asked

@@ -35,7 +35,7 @@ def check_structure(
     ):
         if num > most:
             raise InvalidRequest(
-                f"{name}: {num:,} {what}; at most {most:,} are accepted in one request; send fewer",
+                f"{name} contains {num:,} {what}; at most {most:,} are accepted in one request; send fewer",
                 param=param,
                 code="too_many_values",
             )

@@ -50,7 +50,7 @@ class ModelNames:
             return next(iter(usable.values()))
         served = ", ".join(usable)
         if name is None:
-            raise InvalidRequest(f"model is required; this server has {served}", param="model")
+            raise InvalidRequest(f"`model` is required; this server has {served}", param="model")
         raise NotFound(
             f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
         )

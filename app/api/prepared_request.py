@@ -227,5 +227,6 @@ def check_token_ids(token_ids: Collection[int], model: ServedModel, param: str) 
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequest(
-            f"{param} has the token id {str(wrong)[:40]}; this model's ids are 0 to {vocab_size - 1:,}", param=param
+            f"{param} contains the token id {str(wrong)[:40]}; this model's token ids are 0 to {vocab_size - 1:,}",
+            param=param,
         )

@@ -244,7 +244,9 @@ def _new(known: _Known, kind: str, text: str) -> str:
 
 
 def _differs() -> Failure:
-    return Failure("this response was interrupted, and recomputing it gave a different output; send it again")
+    return Failure(
+        "this response was interrupted, and recomputing it produced a different output; send the request again"
+    )
 
 
 # Reading records

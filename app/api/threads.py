@@ -42,7 +42,8 @@ class FairThreads:
         with self._lock:
             if self._queue.num_waiting(tenant) >= MAX_WAITING:
                 raise Overloaded(
-                    f"{MAX_WAITING:,} large requests from this client are waiting to be checked; send fewer at once"
+                    f"{MAX_WAITING:,} large requests from this client are already waiting to be checked; send fewer at "
+                    f"once"
                 )
             self._queue.push(tenant, (future, work))
         self._executor.submit(self._run_all)

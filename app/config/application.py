@@ -48,5 +48,5 @@ class ApplicationConfig(Settings):
     def _branches_agree(self) -> ApplicationConfig:
         check_branches(self.models, self.pipelines)
         if self.api.store_responses and self.batches is None:
-            raise ValueError("api.store_responses requires the folder of `batches`; set `batches`, or do not store any")
+            raise ValueError("api.store_responses requires `batches`; set `batches`, or remove api.store_responses")
         return self

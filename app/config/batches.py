@@ -41,7 +41,7 @@ class WebhooksConfig(Settings):
     @model_validator(mode="after")
     def _url_and_secret_go_together(self) -> WebhooksConfig:
         if (self.url is None) != (self.secret_file is None):
-            raise ValueError("url and secret_file belong together; set both or neither")
+            raise ValueError("`url` and secret_file require each other; set both or neither")
         return self
 
 

@@ -78,14 +78,15 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
         circle = _find_cycle(name, pipeline_of, without_circle)
         if circle:
             raise ValueError(
-                f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; use a model in one of them"
+                f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; replace one of these names "
+                f"with the name of a model"
             )
     num_runs: dict[str, int] = {}
     for index, name in enumerate(pipeline_of):
         if (number := _num_runs(name, pipeline_of, num_runs)) > MAX_RUNS:
             raise ValueError(
                 f"pipelines[{index}]: a request for {name} would run {number:,} models, including those of inner "
-                f"pipelines; at most {MAX_RUNS} are allowed, so name fewer models in the steps"
+                f"pipelines; at most {MAX_RUNS} are allowed; name fewer models in the steps"
             )
 
 

@@ -27,7 +27,7 @@ class ModelConfig(Settings):
     quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
         description="number type to which weight matrices are converted at load. int8, int4: on CPUs, with the native "
-        "decoder; fp8: on GPUs from compute capability 8.9, with the CUDA decoder; rejects other models",
+        "decoder; fp8: on GPUs from compute capability 8.9, with the CUDA decoder; startup fails for other models",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the replica has a GPU")
     num_threads: int | None = Field(

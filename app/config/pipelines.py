@@ -80,7 +80,7 @@ class RouteCaseConfig(Settings):
 
     model: Name = Field(description="model or pipeline that answers")
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="maximum prompt tokens; only in routes without a header and a classifier"
+        None, ge=1, description="maximum prompt tokens; only in routes with neither a header nor a classifier"
     )
     values: tuple[str, ...] = Field((), max_length=256, description="the header's values, or the classifier's labels")
     examples: tuple[str, ...] = Field(
@@ -157,13 +157,13 @@ class PipelineConfig(Settings):
                 raise ValueError(f"steps[{index}]: only the first step may have an index, which replaces all documents")
             if isinstance(step, AnsweringStepConfig):
                 raise ValueError(
-                    f"steps[{index}]: {step.kind} answers, so no step may follow; make it the last step, or name this "
-                    f"pipeline in a step of another pipeline"
+                    f"steps[{index}]: a step of kind {step.kind} produces the answer, so no step may follow it; make "
+                    f"it the last step, or name this pipeline in a step of another pipeline"
                 )
         if not isinstance(last, AnsweringStepConfig):
             raise ValueError(
-                f"steps[{len(earlier)}]: {last.kind} is the last step and does not answer; add a step after it, such "
-                f"as {{kind: generate, model: ...}}"
+                f"steps[{len(earlier)}]: the last step is of kind {last.kind}, which does not produce an answer; add a "
+                f"step after it, such as {{kind: generate, model: ...}}"
             )
         return self
 

@@ -41,7 +41,7 @@ class AutoscalingConfig(Settings):
     @model_validator(mode="after")
     def _limits_agree(self) -> AutoscalingConfig:
         if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas={self.min_replicas} is above max_replicas={self.max_replicas}")
+            raise ValueError(f"min_replicas={self.min_replicas} is above max_replicas={self.max_replicas}; lower it")
         return self
 
 
@@ -114,8 +114,8 @@ class ReplicasConfig(Settings):
             raise ValueError(f"several groups have the same name: {', '.join(twice)}; give each group its own")
         if len(self.groups) > self.num_replicas:
             raise ValueError(
-                f"{len(self.groups)} groups and num_replicas={self.num_replicas}: every group needs a replica; "
-                f"raise num_replicas or remove groups"
+                f"num_replicas={self.num_replicas} is too low for {len(self.groups)} groups, because every group needs "
+                f"a replica; raise num_replicas or remove groups"
             )
         return self
 
@@ -125,11 +125,11 @@ class ReplicasConfig(Settings):
             return self
         if self.prefill_replicas >= self.num_replicas:
             raise ValueError(
-                f"prefill_replicas={self.prefill_replicas} and num_replicas={self.num_replicas}: no replica is left "
-                f"for decode; raise num_replicas"
+                f"prefill_replicas={self.prefill_replicas} and num_replicas={self.num_replicas} leave no replica for "
+                f"decode; raise num_replicas"
             )
         if self.is_elastic and self.min_replicas < 2:
-            raise ValueError("prefill_replicas needs at least 2 replicas: raise autoscaling.min_replicas")
+            raise ValueError("prefill_replicas requires at least 2 replicas; raise autoscaling.min_replicas")
         for has, what in (
             (self.groups, "groups"),
             (self.tensor_parallel > 1, f"tensor_parallel={self.tensor_parallel}"),
@@ -137,8 +137,9 @@ class ReplicasConfig(Settings):
         ):
             if has:
                 raise ValueError(
-                    f"prefill_replicas and {what}: replicas for prefill and decode must have equal settings and one "
-                    f"process each, and must fetch KV memory from one another; remove one of the two"
+                    f"prefill_replicas and {what} cannot be combined, because replicas for prefill and decode must "
+                    f"have equal settings and one process each, and must fetch KV memory from one another; remove one "
+                    f"of the two"
                 )
         return self
 
@@ -146,8 +147,8 @@ class ReplicasConfig(Settings):
     def _what_sleeps_is_whole(self) -> ReplicasConfig:
         if self.sleep_after_s is not None and self.tensor_parallel > 1:
             raise ValueError(
-                f"sleep_after_s={self.sleep_after_s:g} and tensor_parallel={self.tensor_parallel}: replicas with "
-                f"several ranks cannot sleep; remove one of the two"
+                f"sleep_after_s={self.sleep_after_s:g} and tensor_parallel={self.tensor_parallel} cannot be combined, "
+                f"because replicas with several ranks cannot sleep; remove one of the two"
             )
         if self.device_memory_gib is not None and self.sleep_after_s is None:
             raise ValueError(

@@ -182,9 +182,9 @@ class SchedulerConfig(Settings):
             config = validated(filled | {"max_step_tokens": config.max_running})
         config.model_fields_set.intersection_update(given)  # `changed` needs the explicit settings
         if config.max_step_tokens < config.max_running:
-            by_preset = "" if "max_running" in given else f", which preset {config.preset} sets"
+            by_preset = "" if "max_running" in given else f", which the preset {config.preset} sets"
             raise ValueError(
-                f"max_step_tokens={config.max_step_tokens} is below max_running={config.max_running}{by_preset}: "
+                f"max_step_tokens={config.max_step_tokens} is below max_running={config.max_running}{by_preset}, but "
                 f"every running request needs one token per step; raise max_step_tokens or lower max_running"
             )
         return config

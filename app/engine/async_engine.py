@@ -216,7 +216,9 @@ class AsyncEngine:
             self._engine.check(request)
             assert (matcher is None) == (request.sampling.grammar is None), "a grammar requires a matcher"
             if request.request_id in self._receivers:
-                raise InvalidRequest(f"the request id {request.request_id} is in use; send another", param="request_id")
+                raise InvalidRequest(
+                    f"the request id {request.request_id} is already in use; send another one", param="request_id"
+                )
             subscription = _Subscription(asyncio.get_running_loop(), receiver)
             arrived_at = self._engine.now()
             enter = partial(self._enter, request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)

@@ -75,8 +75,8 @@ def deadline_missed(sequence: EngineSequence, now: float) -> DeadlineMissed:
         when = "while the request was running" if sequence.has_started else "while the request was waiting"
         return DeadlineMissed(f"the deadline of {asked:g} s passed {when}; allow more time")
     return DeadlineMissed(
-        f"the deadline of {asked:g} s cannot be met: {spent:.3g} s have passed before anything was computed, "
-        f"and too little time is left; allow more time"
+        f"the deadline of {asked:g} s cannot be met: {spent:.3g} s passed in the queue, and the remaining time is too "
+        f"short; allow more time"
     )
 
 

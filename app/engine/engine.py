@@ -30,8 +30,9 @@ from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, de
 logger = logging.getLogger(__name__)
 
 NO_ADAPTERS = (
-    "this replica supports no adapters: they need replicas.tensor_parallel: 1 and a model that is neither an encoder "
-    "nor simulated; on a GPU, also set engine.model.max_loaded_adapters, because their memory is allocated at startup"
+    "this replica does not support adapters, which require replicas.tensor_parallel: 1 and a model that is neither an "
+    "encoder nor simulated; on a GPU, also set engine.model.max_loaded_adapters, because the memory for adapters is "
+    "allocated at startup"
 )
 
 
@@ -138,7 +139,9 @@ class Engine:
         """
         assert (adapter is None) == (request.adapter is None), "the request's adapter was not loaded"
         if self._scheduler.has_request(request.request_id):
-            raise InvalidRequest(f"the request id {request.request_id} is in use; send another", param="request_id")
+            raise InvalidRequest(
+                f"the request id {request.request_id} is already in use; send another one", param="request_id"
+            )
         now = self._clock() if arrived_at is None else arrived_at
         if matcher is None and request.sampling.allowed_token_ids:
             matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.model_info.vocab_size)
@@ -289,12 +292,16 @@ class Engine:
         self._note_failed(FailureKind.REQUESTS, [sequence for sequence, _ in found.culprits])
         if not found.culprits:
             logger.warning(
-                "a step of %d requests failed, but succeeded in parts: %s", len(batch.scheduled), described(error)
+                "a step of %d requests failed, but succeeded when it was split: %s",
+                len(batch.scheduled),
+                described(error),
             )
         for sequence, failure in found.culprits:
             logger.error("request %s made its step fail: %s", sequence.request.request_id, traceback_of(failure))
             self._quarantine.note_failure(sequence.request)
-            self._scheduler.fail_one(sequence, StepFailed("this request made the model fail; others were not affected"))
+            self._scheduler.fail_one(
+                sequence, StepFailed("this request made the model fail; other requests were not affected")
+            )
         return found.result(batch)
 
     def _fail_unmatched(self, batch: StepBatch) -> None:
@@ -319,8 +326,8 @@ class Engine:
         for name in ("max_step_tokens", "max_running"):
             if largest is not None and getattr(config, name) > getattr(largest, name):
                 raise InvalidSetup(
-                    f"scheduler.{name}: got {getattr(config, name):,}; this replica's memory was sized for "
-                    f"{getattr(largest, name):,} at startup; to raise this limit, change the application's args"
+                    f"scheduler.{name}: got {getattr(config, name):,}, but this replica's memory was sized for "
+                    f"{getattr(largest, name):,} at startup; to raise this limit, change the application's `args`"
                 )
         self._scheduler.reconfigure(config)
         for observer in self._observers:

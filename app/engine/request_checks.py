@@ -33,14 +33,14 @@ def _check_lengths(request: Request, model_info: ModelInfo) -> None:
         raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 0", param="max_tokens")
     if 0 < max_tokens <= len(request.generated_token_ids):
         raise InvalidRequest(
-            f"{len(request.generated_token_ids):,} tokens were already generated and max_tokens is {max_tokens:,}; "
-            f"nothing is left to generate",
+            f"{len(request.generated_token_ids):,} tokens have already been generated and max_tokens is "
+            f"{max_tokens:,}, so nothing is left to generate; raise it",
             param="max_tokens",
         )
     if num_prompt + max_tokens > model_info.max_model_len:
         raise ContextTooLong(
             f"the prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}; "
-            f"this model accepts {model_info.max_model_len:,} together",
+            f"this model accepts {model_info.max_model_len:,} tokens in total",
             param="max_tokens",
         )
 
@@ -58,11 +58,13 @@ def _check_pooling(request: Request, model_info: ModelInfo) -> None:
             raise InvalidRequest("this model is an encoder and generates no text; choose another model", param="model")
         return
     if pooling.uses_head and not (model_info.scores_pairs or model_info.labels):
-        raise InvalidRequest("this model does not score pairs or labels; choose another model", param="model")
+        raise InvalidRequest("this model does not support scores for pairs or labels; choose another", param="model")
     if not pooling.uses_head and model_info.embedding_size is None:
         raise InvalidRequest("this model does not support embeddings; choose another model", param="model")
     if pooling == Pooling.CLS and model_info.generates:
-        raise InvalidRequest("this model generates text, but CLS pooling needs an encoder; choose one", param="model")
+        raise InvalidRequest(
+            "this model generates text, but CLS pooling requires an encoder; choose one", param="model"
+        )
     if request.sampling.max_tokens:
         raise InvalidRequest(
             f"max_tokens is {request.sampling.max_tokens}; it must be 0 in a request for an embedding or a score",
@@ -99,7 +101,8 @@ def _check_token_ids(request: Request, model_info: ModelInfo) -> None:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model_info.vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < model_info.vocab_size)
             raise InvalidRequest(
-                f"{name} has token id {wrong}; this model's ids are 0 to {model_info.vocab_size - 1:,}", param=name
+                f"{name} contains the token id {wrong}; this model's token ids are 0 to {model_info.vocab_size - 1:,}",
+                param=name,
             )
 
 

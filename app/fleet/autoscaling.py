@@ -67,7 +67,7 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
         # The fleet does not shrink before all replicas have reported, because the missing replicas may be full.
         if load.num_reporting < load.num_running:
             wanted, cause = load.target, "reports"
-            reason = f"{load.num_reporting} of {load.num_running} replicas have reported"
+            reason = f"only {load.num_reporting} of {load.num_running} replicas have reported"
         else:
             wanted = min(load.target, _whole(need / SHRINK_TO))
     if _misses_targets(load) and wanted <= load.target:
@@ -77,7 +77,7 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
     number = min(max(wanted, lowest), config.max_replicas)
     if number != wanted:
         limit = "min_replicas" if wanted < number else "max_replicas"
-        reason += f"; would be {wanted}, but {limit} is {getattr(config, limit)}"
+        reason += f"; the number would be {wanted}, but {limit} is {getattr(config, limit)}"
     return WantedReplicas(number, cause, reason)
 
 
@@ -99,15 +99,23 @@ def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> tuple[float, str
         return 0.0, "idle", "no requests"
     tokens, kv, requests = load.num_outstanding_tokens, load.kv_use, load.num_requests
     need, cause, reason = max(
-        (kv / TARGET_KV_USE, "kv", f"KV memory of {kv:.2f} replicas in use, target {TARGET_KV_USE:g} each"),
-        (requests / load.num_slots, "requests", f"{requests:,.0f} requests, {load.num_slots:,} slots per replica"),
+        (
+            kv / TARGET_KV_USE,
+            "kv",
+            f"the KV memory of {kv:.2f} replicas is in use, with a target of {TARGET_KV_USE:g} per replica",
+        ),
+        (
+            requests / load.num_slots,
+            "requests",
+            f"{requests:,.0f} requests need slots, and each replica has {load.num_slots:,}",
+        ),
     )
     speed = load.tokens_per_s
     if not speed:
         return need, cause, f"{reason}; no replica has measured its speed yet"
     work_s = tokens / speed
-    words = f"{tokens:,.0f} tokens to compute at {speed:,.0f} tokens/s per replica: {work_s:,.1f} s of work, target "
-    return max((work_s / config.target_s, "tokens", f"{words}{config.target_s:g} s each"), (need, cause, reason))
+    words = f"{tokens:,.0f} tokens at {speed:,.0f} tokens/s per replica are {work_s:,.1f} s of work, with a target of "
+    return max((work_s / config.target_s, "tokens", f"{words}{config.target_s:g} s per replica"), (need, cause, reason))
 
 
 def _whole(need: float) -> int:

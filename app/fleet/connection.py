@@ -284,7 +284,7 @@ class FrameReader(asyncio.Protocol):
         self._idle_kib = max(0.0, self._idle_kib - (now - self._idle_counted_at) * _IDLE_KIB_PER_S) + kib
         self._idle_counted_at = now
         if self._idle_kib > _MOST_IDLE_KIB:
-            raise ReplicaLost("it sends too many frames that serve no request", reason="broken")
+            raise ReplicaLost("it sends too many frames without data for any request", reason="broken")
 
     def _expect_frame_within(self, wait_s: float) -> None:
         self._silence_timer = self._loop.call_later(wait_s, self._check_silence, self._loop.time() + wait_s)

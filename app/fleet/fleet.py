@@ -336,7 +336,7 @@ class Fleet:
         self._metrics.resumed(lost.reason)
         logger.log(
             logging.WARNING if is_news else logging.DEBUG,
-            "request %s resumes on another replica after %d tokens: replica %s: %s",
+            "request %s resumes on another replica after %d tokens (replica %s: %s)",
             request_id, in_flight.num_tokens, in_flight.replica_id, lost,
         )  # fmt: skip
         return suspect_pause_s * self._culprits.losses_without_progress(request_id)
@@ -443,7 +443,7 @@ class Fleet:
             if self._open_replica_ids(in_flight):
                 in_flight.fail(RequestMoved(f"it stopped accepting requests {after_s:g} s ago", reason="ending"))
         if leaving:
-            logger.info("replica %s is ending: moving its %d requests to other replicas", replica_id, len(leaving))
+            logger.info("replica %s is stopping; moving its %d requests to other replicas", replica_id, len(leaving))
 
     def _connect_to(self, replica_id: str) -> None:
         """Open a connection to a replica unless it is already connected."""

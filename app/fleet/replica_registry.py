@@ -260,7 +260,7 @@ class ReplicaRegistry:
             return trusted or of_its_group
         with_slot = [each for each in trusted if each.has_slot]
         if not with_slot:
-            problem = f"none of {len(candidates)} replicas has a free slot, and this request may not be queued"
+            problem = f"none of the {len(candidates)} replicas has a free slot, and this request may not be queued"
             raise self._overloaded(problem, request, ended_per_s=self._ended_per_s)
         return with_slot
 

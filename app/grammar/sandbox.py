@@ -57,7 +57,7 @@ class Sandbox:
         except WorkerKilled as killed:
             if self._is_interrupted:
                 raise
-            logger.warning("retrying to compile a grammar: %s", killed)
+            logger.warning("compiling a grammar failed and is being retried: %s", killed)
             return self._compile_once(grammar)
 
     def _compile_once(self, grammar: Grammar) -> Compiled:

@@ -100,7 +100,7 @@ def read_vocabulary(
         raise InvalidSetup(f"the tokenizer of {location} cannot be read for structured output: {error}") from error
     if reading.returncode == -signal.SIGPROF:
         raise InvalidSetup(
-            f"reading the tokenizer of {location} for structured output takes over {READ_CPU_S:g} s of CPU time"
+            f"reading the tokenizer of {location} for structured output takes more than {READ_CPU_S:g} s of CPU time"
         )
     if reading.returncode != 0:
         reason = reading.stderr.decode(errors="replace").strip().rpartition("\n")[2]

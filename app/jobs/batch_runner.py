@@ -210,7 +210,7 @@ class BatchRunner:
     async def _validate(self, job: Job) -> Job:
         async with self._turns[job.owner]:
             checked = await asyncio.to_thread(check, self._opener(job), self._rules(job))
-        logger.info("batch %s: %d items, %d errors", job.id, checked.num_items, len(checked.errors))
+        logger.info("batch %s has been checked: %d items, %d errors", job.id, checked.num_items, len(checked.errors))
         if checked.errors:
             return await self._change(
                 job, status=JobState.FAILED, failed_at=self._now(), errors=checked.errors, model=checked.model
@@ -229,7 +229,7 @@ class BatchRunner:
         with closing(results):
             if results.counts.num_items:
                 logger.info(
-                    "batch %s resumes: %d of %d items have ended", job.id, results.counts.num_items, job.num_items
+                    "batch %s resumes: %d of %d items are finished", job.id, results.counts.num_items, job.num_items
                 )
             is_done = await self._run_until_stopped(job, results)
             await asyncio.to_thread(results.sync)
@@ -294,11 +294,11 @@ class BatchRunner:
         was_paused = self._pauses.pop(job_id, None) is not None
         if shortage is None:
             if was_paused:
-                logger.info("batch %s resumes: there is room again", job_id)
+                logger.info("batch %s resumes, because storage space is available again", job_id)
             return False
         self._pauses[job_id] = ItemError(code="storage_full", message=shortage)
         if not was_paused:
-            logger.warning("batch %s is paused for lack of room: %s", job_id, shortage)
+            logger.warning("batch %s is paused for lack of storage space: %s", job_id, shortage)
         return True
 
     def _log_failure(self, job_id: str, error: Exception) -> None:
@@ -307,7 +307,7 @@ class BatchRunner:
         if now >= self._logged_at.get(kind, -math.inf) + storage_log_every_s:
             self._logged_at[kind] = now
             reason = described(error)
-            logger.error("batch %s: the storage failed; retrying every %g s: %s", job_id, STORAGE_PAUSE_S, reason)
+            logger.error("the storage failed for batch %s; retrying every %g s: %s", job_id, STORAGE_PAUSE_S, reason)
 
     async def _compute(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
         async def unfinished() -> AsyncGenerator[list[Item], None]:
@@ -350,7 +350,7 @@ class BatchRunner:
             except STORAGE_FAILURES:
                 await self._delete_unknown(job, files)
                 raise
-        logger.info("batch %s: %s", job.id, end.value)
+        logger.info("batch %s has ended with the status %s", job.id, end.value)
         await asyncio.to_thread(shutil.rmtree, self._folder / job.id, ignore_errors=True)
 
     async def _room_for_files(self, job: Job, results: ResultStore) -> None:

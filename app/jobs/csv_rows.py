@@ -71,9 +71,9 @@ def read_csv_rows(
             return
         if delimiter == DELIMITERS["tsv"] and lines.place.line > begin.line + 1:
             raise InvalidSetup(
-                f"{name}:{begin.line}: a quote that opens on this line closes on a later one, but a TSV row is one "
-                f"line; use CSV or JSONL for texts with line ends; quote cells that contain quotes, and double the "
-                f"quotes inside them"
+                f"{name}:{begin.line}: a quote that opens on this line closes on a later line, but a TSV row must be "
+                f"one line. Use CSV or JSONL for texts with line breaks, quote cells that contain quotes, and double "
+                f"the quotes inside them"
             )
         if any(cells) or (cells and begin == START):
             yield CsvRow(cells=cells, begin=begin, end=lines.place)

@@ -100,7 +100,7 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
     try:
         uris = _remote(pattern) if "://" in pattern else _local(pattern)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise InvalidSetup(f"--input {pattern}: cannot be read: {error}") from error
+        raise InvalidSetup(f"--input {pattern} cannot be read: {error}") from error
     if not uris:
         raise InvalidSetup(f"--input {pattern}: no file was found, or only hidden ones")
     folder = os.path.dirname(uris[0]) if len(uris) == 1 else os.path.commonpath([os.path.dirname(uri) for uri in uris])
@@ -133,7 +133,7 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
             if first_error:
                 _check_is_readable(file, first_error, has_readable_row=has_readable_row)
         except (OSError, pyarrow.ArrowException) as error:
-            raise InvalidSetup(f"{file.uri}: cannot be read: {error}") from error
+            raise InvalidSetup(f"{file.uri} cannot be read: {error}") from error
     if num_rows == 0:
         raise InvalidSetup(f"the input has no rows: {', '.join(file.uri for file in files)[:300]}")
     _check_ids(pieces, id_hashes)
@@ -225,7 +225,9 @@ def _check_header(file: InputFile, names: Sequence[str]) -> None:
         )
     twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
     if twice:
-        raise InvalidSetup(f"{file.uri}: the header repeats names: {', '.join(twice)[:200]}; make each name unique")
+        raise InvalidSetup(
+            f"{file.uri}: the header contains several columns named {', '.join(twice)[:200]}; make each name unique"
+        )
     if not any(names):
         raise InvalidSetup(f"{file.uri}: the header has no names; the first row must name the columns")
 
@@ -311,8 +313,8 @@ def _kind_of(first_line: bytes, file: InputFile, first_error: str) -> str:
     if first_line.startswith(b"["):
         return f"is a JSON array, but JSONL has one object per line; convert it with: jq -c '.[]' {name} > {target}"
     return (
-        f"no row can be read; the first error: {first_error}. JSONL has one object per line; convert objects over "
-        f"several lines with: jq -c . {name} > {target}"
+        f"no row can be read; the first error: {first_error}. JSONL has one object per line; convert objects that "
+        f"span several lines with: jq -c . {name} > {target}"
     )
 
 
@@ -444,7 +446,7 @@ def _warn_left_out(pattern: str, names: Sequence[str], why: str) -> None:
     max_named = 5
     if names:
         more = f" and {len(names) - max_named:,} more" if len(names) > max_named else ""
-        logger.warning("--input %s: left out %s%s: %s", pattern, ", ".join(names[:max_named]), more, why)
+        logger.warning("--input %s: skipped %s%s: %s", pattern, ", ".join(names[:max_named]), more, why)
 
 
 def _format(uri: str) -> str:

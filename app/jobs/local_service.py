@@ -192,7 +192,7 @@ class LocalBatchService(BatchService):
                 except STORAGE_FAILURES as error:
                     if self._opened.is_set() or not may_pass(error):
                         raise
-                    logger.error("the batches folder %s cannot be opened now: %s; retrying", self._path, error)
+                    logger.error("the batches folder %s cannot be opened: %s; retrying", self._path, error)
                     await asyncio.sleep(OPENING_RETRY_S)
         finally:
             os.close(lock)
@@ -275,7 +275,7 @@ class LocalBatchService(BatchService):
         max_uploads = 64
         async with self._admission:
             uploads = Counter(upload.owner for upload in self._unfinished_uploads())
-            self._check_room("files are being sent", max_uploads, uploads, owner)
+            self._check_room("uploads are in progress", max_uploads, uploads, owner)
             draft = await self._run(_begin_draft, self._path, opened.files)
             self._uploads[draft.id] = _Upload(owner, draft, time.monotonic())
             return draft.id
@@ -380,7 +380,7 @@ class LocalBatchService(BatchService):
         async with self._admission:
             runner = opened.runner
             self._check_share(job.owner, 1)
-            self._check_room("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
+            self._check_room("batches are unfinished", self._limits.max_batches, runner.num_batches, job.owner)
             await self._run(_check_disk, self._path)
             await self._run(_add_job, opened.catalog, job, has_message, receiver, self._clock())
             runner.start(job)
@@ -441,7 +441,7 @@ class LocalBatchService(BatchService):
     async def _admit_response(self, owner: str, num_bytes: int, running: Callable[[], Counter[str]]) -> None:
         self._check_share(owner, max(num_bytes, MIN_CHARGED_BYTES))
         await self._run(_check_disk, self._path)
-        self._check_room("responses have not ended", self._limits.max_responses, running(), owner)
+        self._check_room("responses are unfinished", self._limits.max_responses, running(), owner)
 
     async def _shortage_for_response(self, owner: str) -> str | None:
         if self._open is None:  # the folder is being opened
@@ -494,7 +494,7 @@ class LocalBatchService(BatchService):
     def _check_room(self, what: str, total: int, used: Counter[str], owner: str) -> None:
         if room_left(total, used, owner) >= 1:
             return
-        share = f", {used[owner]} of them from this key, which must leave as many free as it uses" if owner else ""
+        share = f", {used[owner]} of them from this key, and a key must leave as many free as it uses" if owner else ""
         raise Overloaded(
             f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
         )

@@ -53,7 +53,9 @@ class BatchFormat:
         try:
             line = _batch_line(item.id, response, None)
         except (ValueError, RecursionError) as error:  # NaN or very deep nesting fails only this item
-            line = _batch_line(item.id, None, {"code": "server_error", "message": f"not valid JSON: {error}"})
+            line = _batch_line(
+                item.id, None, {"code": "server_error", "message": f"the answer is not valid JSON: {error}"}
+            )
             return ItemResult(number=item.number, is_error=True, line=line)
         usage = answered.body.get("usage") or {}
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}

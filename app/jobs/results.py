@@ -243,7 +243,9 @@ class ResultStore:
             if self._is_closed:
                 raise ResultsUnwritable("the store is closed")
             if self._is_torn:
-                raise ResultsUnwritable(f"{self._path} has a torn end; reopen the store to start a new journal")
+                raise ResultsUnwritable(
+                    f"{self._path} ends in an incomplete record; reopen the store to start a new journal"
+                )
             new = {result.number: result for result in given if result.number not in self.ended}
             content = b"".join([lines[number] for number in new])
             try:

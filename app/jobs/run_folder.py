@@ -91,8 +91,8 @@ class RunFolder:
         """Return an error that reports why the folder cannot be written, and how to resume the run."""
         results = self.results
         return Failure(
-            f"{self._path}: cannot be written to: {error.strerror}; {len(results.ended):,} of {results.num_items:,} "
-            f"rows are safe there. Free some space, or remove the cause, and resume with --resume"
+            f"{self._path} cannot be written to: {error.strerror}; {len(results.ended):,} of {results.num_items:,} "
+            f"rows are stored there. Free some space, or remove the cause, and resume with --resume"
         )
 
 
@@ -119,7 +119,7 @@ def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_forma
             os.close(lock)
             raise
     except OSError as error:
-        raise InvalidSetup(f"--output {path}: cannot be used: {error.strerror}") from error
+        raise InvalidSetup(f"--output {path} cannot be used: {error.strerror}") from error
 
 
 def finish_run(folder: RunFolder, run: JobRun[Any], compute: Callable[[], None]) -> Summary:
@@ -171,23 +171,25 @@ def _check_can_resume(path: Path, run: Mapping[str, Any], *, resume: bool) -> No
     version = there.pop("version", 1)
     if version != FORMAT_VERSION:
         raise InvalidSetup(
-            f"--output {path}: has a run with files of version {version}, but this Carousel uses {FORMAT_VERSION}; "
+            f"--output {path} contains a run with files of version {version}, but this Carousel uses {FORMAT_VERSION}; "
             f"use another folder, or finish that run with the version that started it"
         )
     differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
     if differing:
         named = "; ".join(f"{name}: {there.get(name)!r} there, {run.get(name)!r} now" for name in differing[:4])
-        raise InvalidSetup(f"--output {path}: contains another run ({named[:600]}); use another folder")
+        raise InvalidSetup(f"--output {path} contains another run ({named[:600]}); use another folder")
     if (path / SUMMARY).exists():
-        raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
+        raise InvalidSetup(f"--output {path}: this run is finished (see {path / SUMMARY}); use another folder")
     if not resume:
-        raise InvalidSetup(f"--output {path}: has this run, unfinished; resume with --resume, or use another folder")
+        raise InvalidSetup(
+            f"--output {path} contains this run, which is unfinished; resume with --resume, or use another folder"
+        )
 
 
 def _check_is_empty(path: Path) -> None:
     strangers = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     if set(strangers) - {hidden_name(MANIFEST)}:  # a process that died at startup may have left the hidden manifest
-        raise InvalidSetup(f"--output {path}: contains {', '.join(strangers[:3])} but no run; use an empty folder")
+        raise InvalidSetup(f"--output {path} contains {', '.join(strangers[:3])} but no run; use an empty folder")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -198,5 +200,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise InvalidSetup(f"{path}: is not valid JSON: {error}; use another folder") from error
+        raise InvalidSetup(f"{path} is not valid JSON: {error}; use another folder") from error
     return dict(content)

@@ -284,7 +284,9 @@ class StoredResponses:
             self._running.pop(path.name, None)
             return
         if num_attempts >= MAX_DEATHS:
-            too_often = Unavailable(f"the generating process died {num_attempts} times; send the request again")
+            too_often = Unavailable(
+                f"the process that generates this response died {num_attempts} times; send it again"
+            )
             await self._end(running, _ended_by(too_often, path.name))
             return
         count = partial(self._thread.run, self._catalog.count_response_attempt, path.name)
@@ -296,7 +298,7 @@ class StoredResponses:
         """Open a response's file, cutting off a torn last record. Raises Failure."""
         running.new, num_bytes = await asyncio.to_thread(_repaired, path)
         running.log = AnswerLog(path, self._writer, num_bytes)
-        logger.info("response %s continues after %d bytes", path.name, num_bytes)
+        logger.info("response %s resumes after %d bytes", path.name, num_bytes)
 
     async def _generate(self, running: _Running, accepted: asyncio.Future[None] | None) -> AnswerEnd:
         """Generate a response and return its end. A response that `may_wait` is retried until a replica has room.
@@ -339,7 +341,7 @@ class StoredResponses:
         has_logged = False
         while (shortage := await self._shortage(new.owner)) is not None:
             if not has_logged:
-                logger.warning("response %s is paused for lack of room: %s", new.response_id, shortage)
+                logger.warning("response %s is paused for lack of storage space: %s", new.response_id, shortage)
             has_logged = True
             await asyncio.sleep(STORAGE_PAUSE_S)
 
@@ -464,7 +466,7 @@ class StoredResponses:
 def _ended_by(error: Exception, response_id: str, status: str = "failed") -> AnswerEnd:
     if not isinstance(error, CarouselError):
         logger.error("response %s failed: %s", response_id, traceback_of(error))
-        error = Failure("the server failed to generate the response; see its log for the reason")
+        error = Failure("the server failed to generate this response; see its log for the reason")
     return AnswerEnd(status, error.to_plain())
 
 

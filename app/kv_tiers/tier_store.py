@@ -292,7 +292,7 @@ class TierStore(BlockStore):
             now = time.monotonic()
             self._unresponsive_until = {at: until for at, until in self._unresponsive_until.items() if until > now}
             self._unresponsive_until[fetch.request.prefix_at.address] = now + UNRESPONSIVE_PAUSE_S
-        logger.info("a prefix will be recomputed, because the replica that holds it did not send it: %s", error)
+        logger.info("a prefix will be recomputed, because the replica that stores it did not send it: %s", error)
 
     def _receive_snapshot(self, fetch: Fetch, address: Address, buffers: Buffers) -> tuple[BlocksOfPeer | None, int]:
         """Fill the buffer with another replica's snapshot.
@@ -496,7 +496,7 @@ def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapsho
         folder = BlockFolder(path, namespace=namespace, max_bytes=max_bytes)
         disk_bytes = shutil.disk_usage(path).total
     except OSError as error:
-        logger.warning("prefixes are kept only in KV memory, because cache.tiers[0].path is not writable: %s", error)
+        logger.warning("prefixes are stored only in KV memory, because cache.tiers[0].path is not writable: %s", error)
         return None
     if max_bytes > disk_bytes:
         raise InvalidSetup(

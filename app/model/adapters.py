@@ -324,7 +324,8 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     if missing:
         unknown, known = (sorted({linear.rpartition(".")[2] for linear in each}) for each in (missing, linears))
         raise UnsupportedAdapter(
-            f"it adapts {', '.join(unknown):.200} ({missing[0]:.120}); here, only {', '.join(known)} can be adapted"
+            f"it changes {', '.join(unknown):.200} ({missing[0]:.120}), which adapters cannot change in this model; "
+            f"they can only change existing layers named {', '.join(known)}"
         )
     ranks = _ByLayer("rank_pattern", config.rank_pattern, config.r)
     alphas = _ByLayer("alpha_pattern", config.alpha_pattern, config.lora_alpha)

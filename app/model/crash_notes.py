@@ -47,7 +47,7 @@ def open_note(folder: Path, work: str) -> None:
         os.write(descriptor, content)
         hidden.rename(path)
     except OSError as error:
-        logger.warning("a crash will leave no note: %s cannot be written: %s", path, error)
+        logger.warning("a crash will not be recorded, because %s cannot be written: %s", path, error)
         if descriptor is not None:
             os.close(descriptor)
         return

@@ -58,7 +58,7 @@ def _why_no_cuda() -> str:
     """Return the reason why torch finds no device, and a remedy. torch reports it only when it initialises CUDA."""
     version, built_for = torch.__version__, torch.version.cuda
     if built_for is None:
-        return f"torch {version} is built without CUDA; install a CUDA torch"
+        return f"torch {version} is built without CUDA; install torch with CUDA"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it has none"
@@ -90,7 +90,7 @@ def why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None  # Triton's interpreter needs no compiler
     if importlib.util.find_spec("triton") is None:
-        return "is not installed: pip install triton (torch for CUDA includes it on Linux)"
+        return "is not installed: pip install triton (on Linux, torch with CUDA includes it)"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     missing = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({' or '.join(compilers)})"]
@@ -109,8 +109,8 @@ def warn_without_mps(share: float) -> None:
     control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
     if not control.exists():
         logger.warning(
-            "replicas.num_gpus is %g, but there is no MPS here (%s): the replicas of this GPU take turns on it, and "
-            "together may be slower than one with num_gpus: 1. Start nvidia-cuda-mps-control -d before Ray",
+            "replicas.num_gpus is %g, but MPS is not running here (%s), so this GPU's replicas take turns on it and "
+            "may together be slower than one replica with num_gpus: 1. Start nvidia-cuda-mps-control -d before Ray",
             share, control,
         )  # fmt: skip
 

@@ -137,13 +137,15 @@ def _check_folder(config: ModelConfig, folder: Path) -> None:
     if kind is not None and known and kind not in known:
         close = difflib.get_close_matches(str(kind), known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "; a newer version may support it"
-        raise UnsupportedModel(f"{folder}/config.json: model_type {kind!r} is unknown to transformers here{hint}")
+        raise UnsupportedModel(
+            f"{folder}/config.json: model_type {kind!r} is unknown to the installed transformers{hint}"
+        )
     limit = next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)
     if limit is not None:
         max_model_len(config, limit)
     if not any(_weight_files(folder)):
         others = sorted(each.name for each in folder.glob("*.bin"))
-        what = f"{others[0]} is not read, only safetensors are" if others else "there is no model*.safetensors"
+        what = f"only safetensors files are supported, not {others[0]}" if others else "there is no model*.safetensors"
         raise InvalidSetup(f"{folder} has no weights: {what}")
     if not any(folder.glob("token*")) and not (folder / "vocab.json").is_file():
         raise InvalidSetup(f"{folder} has no tokenizer: there is no tokenizer.json")

@@ -142,7 +142,7 @@ class LostDevices:
                     setups[self.setup][backend] = ([*times, now][-MOST_LOSSES:], reason[:500])
                 write_atomically(self.path, json.dumps(setups, indent=1).encode())
         except OSError as error:
-            logger.warning("the next replica may try the same backend again: %s cannot be written: %s",
+            logger.warning("the next replica may try the same backend again, because %s cannot be written: %s",
                            self.path, error)  # fmt: skip
 
     def note_crashes(self) -> None:
@@ -301,7 +301,7 @@ class Ladder:
         backends = [*backends]
         self.lost.note(backends, f"{_AT_LOAD}{reason}")
         raise Failure(
-            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. Another one is tried at restart"
+            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. A restart tries another backend"
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:
@@ -358,9 +358,9 @@ def config_for(config: EngineConfig, backend: str) -> EngineConfig:
     """Return the settings for loading a backend. FP8 settings that it does not support are replaced, with a warning."""
     model = config.model
     if backend in WITHOUT_DECODER and model.quantization == "fp8":
-        logger.warning("model.quantization is fp8, which %s does not support: weights are in bfloat16", backend)
+        logger.warning("model.quantization is fp8, which %s does not support; the weights are in bfloat16", backend)
         config = config.with_setting("model.quantization", "none")
     if backend in WITHOUT_TRITON and config.cache.dtype == "fp8":
-        logger.warning("cache.dtype is fp8, which %s does not support: KV memory is in the model's type", backend)
+        logger.warning("cache.dtype is fp8, which %s does not support; KV memory is in the model's type", backend)
         config = config.with_setting("cache.dtype", "auto")
     return config.with_setting("model.backend", backend)

@@ -36,7 +36,7 @@ def allocating_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterato
     available = available_memory()
     if available is not None and num_bytes > available:
         compared = _compared(needed, num_bytes, "", available)
-        logger.warning("%s available now; this process may swap or be killed: %s", compared, way_out)
+        logger.warning("%s available now, so this process may swap or be killed; %s", compared, way_out)
     try:
         yield
     except RuntimeError as error:
@@ -44,7 +44,7 @@ def allocating_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterato
             raise
         compared = _compared(needed, num_bytes, "", memory_of_machine())
         raise InvalidSetup(
-            f"{compared}, but the system refuses to allocate them (see `ulimit -v` and vm.overcommit_memory): {way_out}"
+            f"{compared}, but the system refuses to allocate them (see `ulimit -v` and vm.overcommit_memory); {way_out}"
         ) from error
 
 

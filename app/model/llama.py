@@ -242,7 +242,7 @@ def why_attention_is_not_llama_like(
     """Return the reason why our decoder for `backend` does not support the model's attention, or None if it does."""
     layers = layers_of(model)
     if sorted(rules) != [index for index, mixer in enumerate(layers) if mixer == "attention"]:
-        return "not every attention layer attends exactly once"
+        return "not every attention layer computes attention exactly once"
     asked = {(rule.softcap, rule.scaling) for rule in rules.values()}
     if any(rule.sinks is not None for rule in rules.values()) or len(asked) != 1:
         return "its attention has sinks, or its layers differ in scaling or soft cap"

@@ -199,7 +199,7 @@ def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
 
 def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, num_threads: int) -> LoadedRunner:
     logger.info(
-        "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
+        "%s is loaded on %s in %s%s%s, with %d threads and %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
         "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
         "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
@@ -250,7 +250,7 @@ def _load_in_first_implementation(
     reason = way.why_not_here(source)
     if reason is not None and config.quantization != "none":
         raise refused_quantization(config, reason)
-    logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
+    logger.info("%s: the number type is %s: %s", config.path, chosen.name, chosen.reason)
     if reason is None and way is NativeModel and (before := NativeModel.load_if_verified(source)) is not None:
         return before
     _check_before_weights(source, check_states)

@@ -90,7 +90,7 @@ class OwnStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        raise UnknownAttention("the model attends with its own code")
+        raise UnknownAttention("the model computes attention with its own code")
 
     def run(self, module: PreTrainedModel, **given: Any) -> Any:
         """Run the module with the sequence's cached tokens, store the new keys and values, and return the output."""

@@ -83,7 +83,7 @@ def planned_cpu_memory(
         UnsupportedModel: the model cannot be served, or the native decoder does not support it.
     """
     if adapters.rank > MAX_RANK:
-        raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is supported")
+        raise InvalidSetup(f"adapters of rank {adapters.rank} are not supported; the highest rank is {MAX_RANK}")
     model = planned_native_model(config)
     draft = config.draft_model_config
     planned = _planned(config, model, keeps_all=has_peers)

@@ -115,8 +115,10 @@ class WebhookDispatcher:
             await self._failed(message, failure)
         except Exception as error:
             attempt, stack = message.num_attempts, traceback_of(error)
-            logger.error("webhook %s of %s: attempt %d: %s", message.id, message.batch_id, attempt, stack)
-            await self._failed(message, DeliveryFailed("the server failed to send it; see its log for why"))
+            logger.error("webhook %s of %s: attempt %d failed: %s", message.id, message.batch_id, attempt, stack)
+            await self._failed(
+                message, DeliveryFailed("the server failed to send the message; see its log for the reason")
+            )
         else:
             logger.info("webhook %s of %s: delivered at attempt %d", message.id, message.batch_id, message.num_attempts)
             self.num_delivered += 1

@@ -44,4 +44,4 @@ def check_default(config: WebhooksConfig) -> None:
     except OSError as error:
         raise InvalidSetup(f"batches.webhooks.secret_file: {config.secret_file}: {error.strerror}") from None
     except ValueError:
-        raise InvalidSetup(f"batches.webhooks.secret_file: {config.secret_file}: is not ASCII text") from None
+        raise InvalidSetup(f"batches.webhooks.secret_file: {config.secret_file} is not ASCII text") from None

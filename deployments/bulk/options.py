@@ -82,7 +82,7 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="carousel bulk", description="Answer every row of some files.")
+    parser = argparse.ArgumentParser(prog="carousel bulk", description="Answer every row of one or more files.")
     parser.add_argument(
         "--input", required=True, metavar="FILE", help="JSONL, CSV or Parquet: a file, folder, glob or URI"
     )
@@ -94,8 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     columns = parser.add_mutually_exclusive_group()
     columns.add_argument("--prompt-column", metavar="NAME", help="column with prompts, as for /v1/completions")
     columns.add_argument("--messages-column", metavar="NAME", help="column with lists of messages or users' texts")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="for rows without max_tokens")
-    parser.add_argument("--temperature", type=_temperature, metavar="T", help="for rows without one; 0 is greedy")
+    parser.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="maximum output tokens for rows without max_tokens"
+    )
+    parser.add_argument(
+        "--temperature", type=_temperature, metavar="T", help="temperature for rows without one; 0 is greedy"
+    )
     parser.add_argument("--resume", action="store_true", help="resume an interrupted run")
     parser.add_argument(
         "--fail-on-row-errors", action="store_true", help="exit with 3 if any row failed, not only if all failed"
@@ -109,7 +113,7 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
     found = [("models[0]", parse({}).models[0])] if config is None else read_serve_file(config).models
     models = {served.name: (where, served) for where, served in found}
     if model is None and len(models) > 1:
-        raise InvalidSetup(f"{config}: defines several models ({', '.join(models)}); choose one with --model")
+        raise InvalidSetup(f"{config} defines several models ({', '.join(models)}); choose one with --model")
     where, served = models.get(model or "", found[0])
     served = served.with_setting("adapters", {})  # rows use the model itself
     if model is not None and model not in models:

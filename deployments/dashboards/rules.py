@@ -95,7 +95,9 @@ ALERTS = (
             'sum by (model_name) (rate(carousel_calls_refused_total{reason="overloaded"}[5m]))'
             " / (carousel:calls:rate5m > 0) > 0.05"
         ),
-        summary="{{ $value | humanizePercentage }} of calls to {{ $labels.model_name }} are refused: full queues.",
+        summary=(
+            "{{ $value | humanizePercentage }} of calls to {{ $labels.model_name }} are refused because of full queues."
+        ),
     ),
     Alert(
         name="CarouselCallsFail",

@@ -97,7 +97,7 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
         return config
     document = read_yaml(config)
     if not isinstance(document, dict):
-        raise InvalidSetup(f"{config}: contains no list of `applications`; see deployments/serve.yaml")
+        raise InvalidSetup(f"{config} contains no list of `applications`; see deployments/serve.yaml")
     name = config.stem
     if model is not None:
         path = named_model(model)

@@ -27,7 +27,7 @@ class GpuPlan:
         self._share = share
         self._num_ranks = num_ranks
         if config.cache.dtype == "int8":
-            raise InvalidSetup("--cache-dtype int8: only supported on CPUs; GPUs support fp8")
+            raise InvalidSetup("--cache-dtype int8 is only supported on CPUs; GPUs support fp8")
         if not self._computes_on(card):
             needed = ".".join(map(str, LEAST_CAPABILITY))
             raise InvalidSetup(
@@ -125,10 +125,12 @@ class CpuPlan:
         Raises InvalidSetup and UnsupportedModel like `planned_cpu_memory`.
         """
         if config.cache.dtype == "fp8":
-            raise InvalidSetup("--cache-dtype fp8: only supported on GPUs; CPUs support int8")
+            raise InvalidSetup("--cache-dtype fp8 is only supported on GPUs; CPUs support int8")
         num_bytes = bytes_of(memory, option="--cpu") if memory else available_memory()
         if num_bytes is None:
-            raise InvalidSetup("--cpu: this system does not report its memory; specify the size, such as --cpu 16GiB")
+            raise InvalidSetup(
+                "--cpu requires a size, such as --cpu 16GiB, because this system does not report its memory"
+            )
         self._config = config
         self._where = f"a CPU with {num_bytes / GIB:.2f} GiB"
         self._planned: PlannedMemory = planned_cpu_memory(config, adapters, has_peers=num_replicas > 1)

@@ -235,7 +235,7 @@ class MeasuredReplica:
         except OSError as error:
             raise InvalidSetup(f"{path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidSetup(f"{path}: contains no valid step times; measure again without --costs") from error
+            raise InvalidSetup(f"{path} contains no valid step times; measure again without --costs") from error
 
 
 def measure(

@@ -250,7 +250,9 @@ def _of_csv(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
     csv_columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     missing = [name for name in csv_columns if name not in (rows.fieldnames or ())]
     if missing and rows.fieldnames:
-        raise InvalidSetup(f"--trace {place}: has no column {missing[0]}; required are {', '.join(csv_columns)}")
+        raise InvalidSetup(
+            f"--trace {place} has no column {missing[0]}; the columns {', '.join(csv_columns)} are required"
+        )
     for row in rows:
         try:
             at_s = seconds_of(row["TIMESTAMP"])

@@ -186,7 +186,7 @@ def test_shapes_of_responses_that_have_no_effect(fields: dict[str, Any], ignored
 def test_a_choice_of_a_tool_that_nothing_here_runs_is_refused() -> None:
     service = answering("3")
     body: dict[str, Any] = {"input": "Hi", "tools": [{"type": "web_search"}]}
-    for choice, words in (("required", "tool_choice requires tools"), ({"type": "web_search"}, "'function'")):
+    for choice, words in (("required", "tool_choice requires `tools`"), ({"type": "web_search"}, "'function'")):
         answer = service.call("POST", "/v1/responses", body | {"tool_choice": choice})
         assert (answer.status, words in answer.error["message"]) == (400, True)
 
@@ -221,7 +221,7 @@ def test_a_system_message_between_turns_keeps_its_place() -> None:
     call = [{"role": "system", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]
     answer = service.call("POST", "/v1/messages", {"messages": [QUESTION, *call], "max_tokens": 9})
     assert answer.status == 400
-    assert "has the role system, which may not have tool_use blocks" in answer.json["error"]["message"]
+    assert "has the role 'system', which may not have blocks of type 'tool_use'" in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"logit_bias": {"a": 1}}, "logit_bias", "has the key 'a', which is not a token id"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", "not a token id"),
         ({"logit_bias": {"1": "x"}}, "logit_bias", "has a bias for token 1 that is not a number"),
-        ({"logit_bias": {"763": 1}}, "logit_bias", "token id 763; this model's ids are 0 to 762"),
+        ({"logit_bias": {"763": 1}}, "logit_bias", "token id 763; this model's token ids are 0 to 762"),
         ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "has 1,025 entries; at most 1,024"),
         ({"logit_bias": [1]}, "logit_bias", "should be an object"),
-        ({"stop": [str(n) for n in range(10_000)]}, "stop", "stop has 10,000 strings; this server accepts at most 32"),
+        (
+            {"stop": [str(n) for n in range(10_000)]},
+            "stop",
+            "`stop` contains 10,000 strings; this server accepts at most 32",
+        ),
         ({"stop": "x" * 257}, "stop", "a string of 257 characters; this server accepts at most 256"),
         ({"stop": ""}, "stop", "empty string"),
         ({"stop": 5}, "stop", "a string or a list of strings"),
@@ -79,11 +83,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "valid integer"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
         ({"ignore_eos": "yes"}, "ignore_eos", "valid boolean"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options requires stream: true"),
-        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, less than n (3)"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options requires `stream: true`"),
+        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, which is less than `n`, 3"),
         ({"best_of": 129}, "best_of", "best_of is 129; this server accepts at most 128"),
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
-        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs requires logprobs: true"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs requires `logprobs: true`"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "this server accepts at most 20"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
         ({"logprobs": 3}, "logprobs", "valid boolean"),
@@ -127,32 +131,36 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "match pattern"),
         ({"tools": [TOOL] * 129}, "tools", "at most 128"),
         ({"tools": [TOOL]}, "tools", "format of this model's tool calls is unknown"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice requires tools"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice requires `tools`"),
         ({"tool_choice": "sometimes"}, "tool_choice", "should be none, auto, required or an object"),
         ({"tool_choice": 5}, "tool_choice", "should be none, auto, required or an object"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "type: f"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not contain tokenize"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "chat_template_kwargs should be an object; got 3"),
-        ({"functions": [{}]}, "functions", "functions is not supported by this version; send tools"),
+        ({"functions": [{}]}, "functions", "`functions` is not supported by this version; send `tools`"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"audio": {"voice": "x"}}, "audio", "not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ],
     "completions": [
-        ({"prompt": ""}, "prompt", "prompt has no tokens"),
+        ({"prompt": ""}, "prompt", "`prompt` has no tokens"),
         ({"prompt": []}, "prompt", "should be a string"),
-        ({"prompt": [[]]}, "prompt", "prompt has no tokens"),
-        ({"prompt": ["Hi", ""]}, "prompt", "prompt has no tokens"),
+        ({"prompt": [[]]}, "prompt", "`prompt` has no tokens"),
+        ({"prompt": ["Hi", ""]}, "prompt", "`prompt` has no tokens"),
         ({"prompt": None}, "prompt", "prompt is required"),
         ({"prompt": [1, "a"]}, "prompt", "should contain only"),
         ({"prompt": [True]}, "prompt", "should contain only"),
         ({"prompt": [[1.5]]}, "prompt", "should contain only"),
         ({"prompt": {"a": 1}}, "prompt", "should be a string"),
-        ({"prompt": [763]}, "prompt", "token id 763; this model's ids are 0 to 762"),
+        ({"prompt": [763]}, "prompt", "token id 763; this model's token ids are 0 to 762"),
         ({"prompt": [[5], [-1]]}, "prompt", "token id -1"),
-        ({"prompt": ["a"] * 129}, "prompt", "prompt contains 129 prompts; this server accepts 128"),
-        ({"prompt": ["Hi"] * 20, "n": 16}, "n", "20 prompts with n of 16 make 320 choices; this server accepts 128"),
-        ({"prompt": ["Hi"] * 20, "best_of": 16}, "best_of", "20 prompts with best_of of 16 make 320 choices"),
+        ({"prompt": ["a"] * 129}, "prompt", "`prompt` contains 129 prompts; this server accepts at most 128"),
+        (
+            {"prompt": ["Hi"] * 20, "n": 16},
+            "n",
+            "20 prompts with `n` set to 16 request 320 choices; this server accepts at most 128",
+        ),
+        ({"prompt": ["Hi"] * 20, "best_of": 16}, "best_of", "20 prompts with `best_of` set to 16 request 320 choices"),
         ({"logprobs": 21}, "logprobs", "logprobs is 21; this server accepts at most 20"),
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, which generates nothing"),
@@ -169,13 +177,13 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
             "requires a service that stores files and batches",
         ),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
-        ({"background": True}, "background", "requires store: true"),
+        ({"background": True}, "background", "requires `store: true`"),
         ({"n": 2}, "n", "not supported"),
         ({"max_tokens": 5}, "max_tokens", "not supported"),
         ({"truncation": "middle"}, "truncation", "should be 'auto' or 'disabled'"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "send the item itself"),
-        ({"input": [{"type": "compaction"}]}, "input", "an item at 0"),
+        ({"input": [{"type": "compaction"}]}, "input", "an item at index 0"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity", "should be 'low', 'medium' or 'high'; got 'loud'"),
         ({"max_tool_calls": 0}, "max_tool_calls", "greater than or equal to 1"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'system'"),
@@ -192,7 +200,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
             "of that type: f",
         ),
         ({"tools": [RESPONSES_TOOL]}, "tools", "format of this model's tool calls is unknown"),
-        ({"tools": [NAMESPACE, NAMESPACE]}, "tools", "the full name 'n.f' of a tool in a namespace is in use"),
+        ({"tools": [NAMESPACE, NAMESPACE]}, "tools", "the full name 'n.f' of a tool in a namespace is already in use"),
         ({"tools": [NAMESPACE | {"name": "n" * 127}]}, "tools", "exceeds 128 characters"),
         ({"tools": [NAMESPACE | {"tools": [RESPONSES_TOOL] * 65}] * 2}, "tools", "130 tools"),
         ({"top_logprobs": 3}, "top_logprobs", "send both"),
@@ -206,9 +214,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"input": []}, "input", "input"),
         ({"input": None}, "input", "is required"),
         ({"input": [[763]]}, "input", "token id 763"),
-        ({"input": [[5]] * 2049}, "input", "2,049 texts; this server accepts 2,048"),
-        ({"input": [5] * 201}, "input", "a text of 201 tokens; this model accepts 200"),
-        ({"dimensions": 5}, "dimensions", "dimensions is 5; this model's embeddings have 4"),
+        ({"input": [[5]] * 2049}, "input", "2,049 texts; this server accepts at most 2,048"),
+        ({"input": [5] * 201}, "input", "a text of 201 tokens, but this model accepts at most 200"),
+        ({"dimensions": 5}, "dimensions", "`dimensions` is 5, but this model's embeddings have only 4"),
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"encoding_format": "hex"}, "encoding_format", "got 'hex'"),
     ],
@@ -219,7 +227,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"documents": "Hi"}, "documents", "a list of strings"),
         ({"documents": [3]}, "documents", "only strings or objects"),
         ({"documents": [{"title": "Hi"}]}, "documents", "only strings or objects"),
-        ({"documents": ["Hi"] * 2049}, "documents", "2,049 texts; this server accepts 2,048"),
+        ({"documents": ["Hi"] * 2049}, "documents", "2,049 texts; this server accepts at most 2,048"),
         ({"documents": [{}] * 10_001}, "documents", "10,001 texts; at most 10,000"),
         ({"rank_fields": ["title"]}, "rank_fields", "not supported"),
     ],
@@ -329,7 +337,7 @@ def test_a_number_beyond_float_is_refused_wherever_it_stands(
 def test_a_schema_in_a_string_is_read_as_a_body_is(service: Service, schema: str) -> None:
     error = service.chat(structured_outputs={"json": schema}).error
     assert error["param"] == "structured_outputs.json"
-    assert "is not JSON" in error["message"]
+    assert "is not valid JSON" in error["message"]
 
 
 def test_a_body_over_the_limit_is_a_413_by_its_header_or_while_it_is_read(tokenizer: Tokenizer) -> None:
@@ -339,7 +347,7 @@ def test_a_body_over_the_limit_is_a_413_by_its_header_or_while_it_is_read(tokeni
     for length in ("1025", "9" * 30):
         answer = service.call("POST", "/v1/completions", small, {"content-length": length})
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-        assert "this server accepts 1,024" in answer.error["message"]
+        assert "this server accepts at most 1,024" in answer.error["message"]
     assert service.call("POST", "/v1/completions", [small, b" " * 600, b" " * 600]).status == 413
     assert service.call("POST", "/v1/completions", [small, b" " * 600, b" " * 300]).status == 200
     assert service.call("POST", "/v1/completions", small, {"content-length": "many"}).status == 200
@@ -364,7 +372,7 @@ def test_among_several_models_one_must_be_named(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("a", "org/b"))
     answer = service.chat()
     assert (answer.status, answer.error["param"]) == (400, "model")
-    assert "model is required; this server has a, org/b" in answer.error["message"]
+    assert "`model` is required; this server has a, org/b" in answer.error["message"]
     assert service.chat(model="org/b").json["model"] == "org/b"
 
 
@@ -375,7 +383,7 @@ def test_unknown_fields_are_logged_once_and_known_ones_never(
     for _ in range(2):
         service.chat(a_field_of_tomorrow=1, user="me", tools=[])
     assert [record.getMessage() for record in caplog.records] == [
-        "ignoring the unknown field 'a_field_of_tomorrow' of a ChatRequest"
+        "ignoring the unknown field 'a_field_of_tomorrow' in a ChatRequest"
     ]
 
 

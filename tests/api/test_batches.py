@@ -192,8 +192,8 @@ async def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path,
         (form(PURPOSE_PART), "the form has no file"),
         (form(FILE_PART, PURPOSE_PART, end=b""), "ends before its last boundary"),
         (form(FILE_PART, PURPOSE_PART, end=b"--edge"), "ends before its last boundary"),
-        (form(FILE_PART, FILE_PART, PURPOSE_PART), "two parts 'file'"),
-        (form(FILE_PART, PURPOSE_PART, PURPOSE_PART), "two parts 'purpose'"),
+        (form(FILE_PART, FILE_PART, PURPOSE_PART), "two parts named 'file'"),
+        (form(FILE_PART, PURPOSE_PART, PURPOSE_PART), "two parts named 'purpose'"),
         (form(PURPOSE_PART, b'Content-Disposition: form-data; name="file"\r\n\r\n{}'), "no filename"),
         (form(b"Content-Disposition: form-data\r\n\r\nx"), "without a name"),
         (form(b"X: y\r\n\r\nx"), "without a name"),
@@ -201,7 +201,7 @@ async def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path,
         (form(b"X: y\r\n" * 1000 + b"\r\nx"), "header count"),
         (form(*[b'Content-Disposition: form-data; name="n%d"\r\n\r\n' % n for n in range(100_000)]), "than 16 parts"),
         (form(b'Content-Disposition: form-data; name="big"\r\n\r\n' + b"x" * 5000), "more than 4,096 bytes"),
-        (form(FILE_PART), "purpose should be 'batch'"),
+        (form(FILE_PART), "`purpose` should be 'batch'"),
         (form(FILE_PART, PURPOSE_PART.replace(b"batch", b"vision")), "got 'vision'"),
         (
             form(FILE_PART, PURPOSE_PART, b'Content-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n7'),
@@ -363,7 +363,7 @@ async def test_a_page_of_files_has_a_thousand_at_most_and_says_that_others_follo
             page = await client.files.list(**asked)
             assert (len(page.data), page.has_more) == (min(2, asked.get("limit", 2)), True)
             assert [file.id async for file in page] == sent[::-1], "clients ask for the rest"
-        with pytest.raises(openai.BadRequestError, match="limit should be 1 to 10,000"):
+        with pytest.raises(openai.BadRequestError, match="`limit` should be from 1 to 10,000"):
             await client.files.list(limit=10_001)
 
 

@@ -106,9 +106,9 @@ def test_a_classifier_says_where_it_answers(classifying: Service) -> None:
         ({"input": []}, "input", "a string or a list of strings"),
         ({"input": [7]}, "input", "only strings"),
         ({"input": {"text": "w4"}}, "input", "a string or a list of strings"),
-        ({"input": ["w4"] * 2049}, "input", "2,049 texts; this server accepts 2,048"),
+        ({"input": ["w4"] * 2049}, "input", "2,049 texts; this server accepts at most 2,048"),
         ({"input": ["w4"] * 10_001}, "input", "10,001 texts; at most 10,000"),
-        ({"input": " ".join(["w4"] * 19)}, "input", "a text of 21 tokens; this model accepts 20"),
+        ({"input": " ".join(["w4"] * 19)}, "input", "a text of 21 tokens, but this model accepts at most 20"),
         ({"input": "", "add_special_tokens": False}, "input", "without tokens"),
         (
             {"truncate_prompt_tokens": 1, "input": "w4 w5"},

@@ -200,7 +200,9 @@ def test_choices_have_no_more_prompt_tokens_than_several_prompts(tokenizer: Toke
     service = Service(tokenizer, say(tokenizer, "3"), max_model_len=20_000)
     answer = service.complete(prompt=[7] * 16_000, max_tokens=1, **{param: n})
     assert (answer.status, answer.error["param"]) == (400, param)
-    words = "63 choices of 16,000 prompt tokens have 1,008,000 tokens; at most 1,000,000 are accepted in one call"
+    words = (
+        "63 choices with 16,000 prompt tokens each have 1,008,000 tokens; at most 1,000,000 are accepted in one call"
+    )
     assert words in answer.error["message"]
     assert service.complete(prompt=[7] * 16_000, max_tokens=1, **{param: n - 1}).status == 200
 

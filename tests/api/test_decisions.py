@@ -197,7 +197,7 @@ def test_labels_that_the_tokenizer_joins_with_what_is_before_them_are_none() -> 
     service = Service(joining(":A"), likely, max_model_len=2000)
     param, message = refused(service, questions=[CHOICE | {"choices": [{"value": str(n)} for n in range(26)]}])
     assert param == "questions[0].choices"
-    assert "requires 26 labels; the tokenizer of 'demo' has 25 that are one token" in message
+    assert "requires 26 labels that are single tokens, but the tokenizer of 'demo' has only 25;" in message
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -226,7 +226,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {"questions": [CHOICE | {"choices": [{"value": "a"}, {"value": "b"}, {"value": "a"}]}]},
         "questions[0].choices",
-        "has the value 'a' twice, at 0 and 2",
+        "has the value 'a' twice, at the indexes 0 and 2",
     ),
     ({"questions": [CHOICE | {"choices": [{"value": 3}, {"value": 4}]}]}, "questions[0].choices[0].value", "boolean"),
     ({"questions": [SCORE | {"levels": [{"label": "x"}] * 11}]}, "questions[0].levels", "has 11 items; 2 to 10"),
@@ -245,7 +245,7 @@ def test_bad_input_is_refused_by_name(service: Service, fields: dict[str, Any], 
 def test_a_question_that_does_not_fit_is_named_with_its_tokens(service: Service) -> None:
     param, message = refused(service, questions=[PREDICATE, PREDICATE | {"instructions": "3 " * 300}])
     assert param == "questions[1]"
-    assert "tokens and questions[1] " in message
+    assert "tokens and `questions[1]` " in message
     assert "this model accepts 199 tokens in total" in message
     assert refused(service, input="3 " * 300)[0] == "input"
     assert refused(service, input="3 " * 100_000)[0] == "input"
@@ -255,7 +255,7 @@ def test_more_answers_than_labels_are_refused_with_the_numbers(service: Service)
     choices = [{"value": str(number)} for number in range(27)]
     param, message = refused(service, questions=[PREDICATE, CHOICE | {"choices": choices}])
     assert param == "questions[1].choices"
-    assert "requires 27 labels; the tokenizer of 'demo' has 26 that are one token" in message
+    assert "requires 27 labels that are single tokens, but the tokenizer of 'demo' has only 26;" in message
 
 
 def test_models_that_cannot_answer_are_refused(tokenizer: Tokenizer) -> None:

@@ -211,7 +211,7 @@ def test_all_texts_of_a_call_have_one_bound(tokenizer: Tokenizer, monkeypatch: p
         answer = service.call("POST", path, body)
         [param] = body
         assert (answer.status, answer.error["param"]) == (400, param)
-        assert f"at most 1,000 are accepted in one call; reduce {param}" in answer.error["message"]
+        assert f"at most 1,000 are accepted in one call; reduce `{param}`" in answer.error["message"]
     long = {"prompt": ["3 " * 500] * 8, "truncate_prompt_tokens": 5, "max_tokens": 1}
     assert service.call("POST", "/v1/completions", long).status != 400  # what is cut off does not count
 

@@ -251,7 +251,7 @@ def test_log_probabilities_of_calls_under_way_share_what_a_process_holds_at_once
         assert pool.held(limited) == 0, "it asks for none"
         for number in (1_000_000, 2_000_000):
             first.reserve(10, num_logprobs=number)
-        with pytest.raises(LimitReached, match="other running answers of this API key may have 3,000,000") as caught:
+        with pytest.raises(LimitReached, match="other running answers of this API key up to 3,000,000") as caught:
             first.reserve(10, num_logprobs=2_000_001)
         assert caught.value.retry_after_s == 1.0
         assert pool.held(limited) == 3_000_000
@@ -540,7 +540,7 @@ async def test_bodies_in_arrival_share_what_a_process_reads_at_once(
         answers = [hog.answer() for hog in hogs if hog.messages]
         assert [answer.status for answer in answers] == [429] * 3, "five of 100,000 bytes are half of all"
         assert answers[0].headers["retry-after"] == "1"
-        assert "500,000 bytes of other bodies of this API key are being read" in answers[0].error["message"]
+        assert "request bodies of this API key with 500,000 bytes are already being read" in answers[0].error["message"]
         assert await status_of(b'{"prompt": "Hi"}', bearer(OTHER_KEY)) == 200
         assert await status_of(b'{"prompt": "Hi"}', bearer()) == 200, "a small whole body needs no room"
         assert await status_of(b'{"prompt": "Hi"}' + b" " * 200_000, bearer(OTHER_KEY)) == 200
@@ -576,7 +576,9 @@ def test_a_key_goes_before_others_as_far_as_its_entry_says(
         assert service.generate.requests[-1].priority == priority
     refused = complete(service, priority=lowest - 1)
     assert (refused.status, refused.error["param"]) == (400, "priority")
-    assert refused.error["message"].startswith(f"priority is {lowest - 1}; this API key may use {lowest} or higher")
+    assert refused.error["message"].startswith(
+        f"`priority` is {lowest - 1}; this API key may use only {lowest} and above"
+    )
 
 
 def test_without_keys_any_priority_may_be_asked_for(tokenizer: Tokenizer) -> None:

@@ -303,14 +303,14 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "audio"}]}
         ]}]}, "messages[0].content[0].content has audio in the part with index 0, of type 'audio'; this"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
-         "has the role user, which may not have tool_use blocks"),
+         "has the role 'user', which may not have blocks of type 'tool_use'"),
         ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"type": "bash", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice requires tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice requires `tools`"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool requires a name"),
-        ({"stop_sequences": ["a"] * 33}, "stop_sequences has 33 strings; this server accepts at most 32"),
+        ({"stop_sequences": ["a"] * 33}, "`stop_sequences` contains 33 strings; this server accepts at most 32"),
         ({"stop": ["a"]}, "send stop_sequences"),
-        ({"n": 2}, "n is not supported"),
+        ({"n": 2}, "`n` is not supported"),
         ({"max_tokens": 1000}, "prompt has"),
     ],
 )  # fmt: skip

@@ -87,7 +87,7 @@ def test_the_size_counts_unpacked(tokenizer: Tokenizer) -> None:
     }
     assert [answer.status for answer in calls.values()] == [200, 413, 413]
     message = calls[900_000].error["message"]
-    assert message == "the body has more than 1,024 bytes after decompression; this server accepts 1,024"
+    assert message == "the body has more than 1,024 bytes after decompression; this server accepts at most 1,024"
 
 
 @pytest.mark.usefixtures("collected_as_served")

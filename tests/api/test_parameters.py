@@ -70,7 +70,7 @@ def test_a_schema_beside_the_type_of_a_format_is_kept(service: Service, kind: st
         ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex", "structured_outputs and regex each define"),
         ({"regex": "a", "ebnf": GBNF}, "ebnf", "send only one of them"),
         ({"grammar": GBNF, "response_format": {"type": "json_object"}}, "grammar", "response_format and grammar"),
-        ({"json_schema": "{"}, "json_schema", "json_schema is not JSON"),
+        ({"json_schema": "{"}, "json_schema", "json_schema is not valid JSON"),
         ({"json_schema": 5}, "json_schema", "json_schema should be an object or a valid string; got 5"),
         ({"regex": ["a"]}, "regex", "valid string"),
         ({"grammar": {"type": "regex", "value": "a"}}, "grammar", "valid string; got an object of 2"),
@@ -121,7 +121,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"guided_choice": ["a"]}, 'send structured_outputs: {"choice": [...]}'),
         ({"structural_tag": "{}"}, 'send structured_outputs: {"structural_tag": ...}'),
         ({"format": "json"}, 'send structured_outputs: {"json": ...}'),
-        ({"stop_regex": "a+"}, "send stop with texts"),
+        ({"stop_regex": "a+"}, "send `stop` with texts"),
         ({"max_new_tokens": 5}, "send max_tokens"),
         ({"n_predict": 5}, "send max_tokens"),
         ({"repetition_detection": {"max_pattern_size": 5}}, "leave it out"),
@@ -135,49 +135,49 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"typical_p": 0.5}, "leave it out"),
         ({"dry_multiplier": 0.8}, "leave it out"),
         ({"top_a": 0.5}, "leave it out"),
-        ({"options": {"temperature": 0}}, "send its fields in the body itself"),
-        ({"sampling_params": {"temperature": 0}}, "send its fields in the body itself"),
-        ({"extra_body": {"top_k": 1}}, "send its fields in the body itself"),
+        ({"options": {"temperature": 0}}, "send its fields directly in the body"),
+        ({"sampling_params": {"temperature": 0}}, "send its fields directly in the body"),
+        ({"extra_body": {"top_k": 1}}, "send its fields directly in the body"),
         ({"enable_thinking": False}, 'send chat_template_kwargs: {"enable_thinking": ...}'),
         ({"think": False}, "send reasoning_effort"),
         ({"thinking": {"type": "disabled"}}, "send thinking_token_budget"),
         ({"reasoning": {"effort": "low"}}, "send reasoning_effort or thinking_token_budget"),
-        ({"system": "Be brief."}, "send a message with the role system"),
-        ({"input_ids": [5]}, "send them as prompt to /v1/completions"),
+        ({"system": "Be brief."}, "send a message with the role 'system'"),
+        ({"input_ids": [5]}, "send them as `prompt` to /v1/completions"),
         ({"plugins": [{"id": "web"}]}, "leave it out"),
-        ({"lora_path": "a"}, "send the adapter's name as model"),
-        ({"functions": [{}]}, "send tools"),
+        ({"lora_path": "a"}, "send the adapter's name as `model`"),
+        ({"functions": [{}]}, "send `tools`"),
     ],
     "completions": [
         ({"suffix": "x"}, "send a prompt with the model's own fill-in-the-middle tokens"),
         ({"thinking_token_budget": 5}, "send a chat to /v1/chat/completions"),
-        ({"n_cmpl": 2}, "send n"),
+        ({"n_cmpl": 2}, "send `n`"),
         ({"max_completion_tokens": 5}, "send max_tokens"),
     ],
     "responses": [
         ({"max_tokens": 5}, "send max_output_tokens"),
         ({"response_format": {"type": "json_object"}}, "send text.format"),
         ({"reasoning_effort": "low"}, "send reasoning.effort"),
-        ({"options": {"temperature": 0}}, "send its fields in the body itself"),
+        ({"options": {"temperature": 0}}, "send its fields directly in the body"),
     ],
     "messages": [
         ({"output_format": {"type": "json_schema"}}, "send output_config.format"),
         ({"stop": ["a"]}, "send stop_sequences"),
-        ({"reasoning_effort": "low"}, "send thinking"),
+        ({"reasoning_effort": "low"}, "send `thinking`"),
     ],
     "embeddings": [
         ({"task": "retrieval.query"}, "send the prefix that the model expects in front of the text, as a part of the"),
         ({"input_type": "search_query"}, "send the prefix that the model expects"),
-        ({"embd_normalize": -1}, "send normalize"),
+        ({"embd_normalize": -1}, "send `normalize`"),
         ({"embedding_types": ["int8"]}, "send encoding_format"),
-        ({"output_dimension": 2}, "send dimensions"),
+        ({"output_dimension": 2}, "send `dimensions`"),
         ({"truncate": True}, "send truncate_prompt_tokens, with -1"),
         ({"late_chunking": True}, "leave it out"),
     ],
     "rerank": [
         ({"instruction": "Find it."}, "send the prefix that the model expects"),
         ({"truncation_side": "left"}, "leave it out"),
-        ({"texts": ["a"]}, "send documents"),
+        ({"texts": ["a"]}, "send `documents`"),
         ({"top_k": 2}, "send top_n"),
         ({"return_text": True}, "send return_documents"),
     ],
@@ -185,7 +185,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"instruction": "Find it."}, "send the prefix that the model expects"),
         ({"softmax": False}, "send use_activation"),
     ],
-    "classify": [({"messages": [{"role": "user", "content": "a"}]}, "send input")],
+    "classify": [({"messages": [{"role": "user", "content": "a"}]}, "send `input`")],
 }
 
 
@@ -201,7 +201,7 @@ def test_a_field_that_would_change_the_output_is_refused_with_what_to_send(
     answer = service.call("POST", path, body | fields)
     [name] = fields
     assert answer.status == 400
-    assert f"{name} is not supported by this version; {words}" in answer.json["error"]["message"]
+    assert f"`{name}` is not supported by this version; {words}" in answer.json["error"]["message"]
     assert not service.generate.requests
 
 

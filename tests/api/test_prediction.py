@@ -97,12 +97,12 @@ def test_it_goes_with_every_other_field(tokenizer: Tokenizer, fields: dict[str, 
         (
             {"type": "content", "content": "3 " * MAX_MODEL_LEN},
             "prediction",
-            rf"prediction has \d+ tokens; this model accepts {MAX_MODEL_LEN} for prompt and output together",
+            rf"`prediction` has \d+ tokens; this model accepts {MAX_MODEL_LEN} for prompt and output together",
         ),
         (
             {"type": "content", "content": "3 " * 40_000},
             "prediction",
-            f"prediction has a text of 80,000 characters, which has more than {MAX_MODEL_LEN} tokens",
+            f"`prediction` contains a text of 80,000 characters, which is more than {MAX_MODEL_LEN} tokens",
         ),
     ],
 )

@@ -113,10 +113,10 @@ def test_the_texts_of_a_score_have_the_names_of_vllm(embedding: Service, names: 
     data = embedding.call("POST", path, {first: "w10", second: ["w20", "w30"]}).json["data"]
     assert [each["score"] for each in data] == pytest.approx([0.5, COSINES[30]], abs=1e-6)
     for body, param, words in (
-        ({first: ["w1", "w2"], second: ["w3"] * 3}, first, f"{first} has 2 texts and {second} has 3"),
+        ({first: ["w1", "w2"], second: ["w3"] * 3}, first, f"`{first}` contains 2 texts and `{second}` contains 3"),
         ({first: "w1"}, "text_2", "text_2 is required"),
         ({second: "w1"}, "text_1", "text_1 is required"),
-        ({first: "w1", second: "w2", "text_2": "w3"}, second, f"text_2 and {second} name the same texts"),
+        ({first: "w1", second: "w2", "text_2": "w3"}, second, f"`text_2` and `{second}` are names of the same field"),
         ({first: "w1", second: [5]}, second, "should contain only strings"),
     ):
         refused = embedding.call("POST", path, body)
@@ -169,16 +169,16 @@ def test_texts_may_be_compared_pair_by_pair(embedding: Service, crossing: Servic
     assert prompts(crossing) == {0: (1, 20, 2, 10, 2), 1: (1, 10, 2, 30, 2), 2: (1, 40, 2, 40, 2)}
     answer = score(crossing, text_1=["w10", "w20"], text_2=["w30", "w40", "w50"])
     assert (answer.status, answer.error["param"]) == (400, "text_1")
-    assert "text_1 has 2 texts and text_2 has 3" in answer.error["message"]
+    assert "`text_1` contains 2 texts and `text_2` contains 3" in answer.error["message"]
 
 
 def test_long_documents_are_cut_where_that_is_wanted(embedding: Service, crossing: Service) -> None:
     long = " ".join(["w20"] * 30)
     refused = rerank(crossing, documents=["w20", long])
     assert (refused.status, refused.error["param"]) == (400, "documents")
-    assert "a pair of query and documents has 34 tokens; this model accepts 20" in refused.error["message"]
+    assert "a pair of `query` and `documents` has 34 tokens; this model accepts at most 20" in refused.error["message"]
     assert "send max_tokens_per_doc" in refused.error["message"]
-    assert "a text of documents has 32 tokens" in rerank(embedding, documents=[long]).error["message"]
+    assert "a text in `documents` has 32 tokens" in rerank(embedding, documents=[long]).error["message"]
     assert rerank(crossing, documents=[long], max_tokens_per_doc=4096).status == 200
     assert len(crossing.request.prompt_token_ids) == 20
     rerank(embedding, documents=[long], max_tokens_per_doc=4)

@@ -265,7 +265,7 @@ def test_what_is_asked_about_reasoning_is_passed_over_where_nothing_marks_it(
     strict = service.call("POST", path, body, {"x-strict": "true"})
     assert strict.status == (200 if name is None else 400)
     if name is not None:
-        assert f"{name.split(',')[0]} has no effect here" in strict.json["error"]["message"]
+        assert f"`{name.split(',')[0]}` has no effect here" in strict.json["error"]["message"]
 
 
 def test_an_effort_that_the_template_reads_is_not_named() -> None:

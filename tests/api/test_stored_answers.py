@@ -58,5 +58,5 @@ def test_a_text_is_repeated_in_pieces_of_any_size(sizes: tuple[int, int]) -> Non
 def test_an_attempt_that_says_another_text_or_less_fails(text: str) -> None:
     repetition = Repetition()
     repetition.add(said("3 4 5"))
-    with pytest.raises(Failure, match="gave a different output"):
+    with pytest.raises(Failure, match="produced a different output"):
         repetition.rest(said(text, finish_reason="stop"))

@@ -234,10 +234,10 @@ async def test_events_that_there_are_not(tokenizer: Tokenizer, tmp_path: Path) -
             (f"{kept}:0", alice, COMPLETION, 404, "ids of /v1/completions begin with cmpl-"),
             (f"{kept}:0", alice, "/v1/responses", 404, "ids of /v1/responses begin with resp_"),
             ("chatcmpl-none:0", alice, CHAT, 404, "there is no response"),
-            (f"{kept}:{len(whole.data)}", alice, CHAT, 400, f"has the number {len(whole.data) - 1}"),
+            (f"{kept}:{len(whole.data)}", alice, CHAT, 400, f"the last event so far is {len(whole.data) - 1}"),
             (f"{kept}:-1", alice, CHAT, 400, f"such as {kept}:0"),
             (f"{kept}:x", alice, CHAT, 400, f"such as {kept}:0"),
-            (f"{silent.json['id']}:0", alice, CHAT, 400, "not requested with stream: true"),
+            (f"{silent.json['id']}:0", alice, CHAT, 400, "created without stream: true"),
         ):
             headers = bearer(key) | {"last-event-id": last_id}
             for method, at in (("POST", path), ("GET", f"{path}/{last_id.partition(':')[0]}")):

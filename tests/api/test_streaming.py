@@ -364,7 +364,7 @@ def test_a_server_that_reports_a_disconnect_after_the_last_message_cancels_nothi
     with caplog.at_level(logging.INFO):
         asyncio.run(main())
     assert re.search(r"finished after \d+\.\d{3} s: model", caplog.text)
-    assert "went away" not in caplog.text
+    assert "closed the connection" not in caplog.text
 
 
 async def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:

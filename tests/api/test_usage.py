@@ -112,12 +112,12 @@ def test_usage_is_for_admins_alone(tokenizer: Tokenizer, owner: LedgerOwner, tmp
 @pytest.mark.parametrize(
     ("query", "param", "message"),
     [
-        ("from=yesterday", "from", "from is 'yesterday'; send a day such as 2026-11-01"),
-        ("to=2026-02-30", "to", "to is '2026-02-30'"),
-        ("from=2026-11-02&to=2026-11-01", "from", "from is 2026-11-02 and to is 2026-11-01"),
-        ("group_by=key,tenant", "group_by", "group_by has 'tenant'; send one or more of key, model, class, day"),
-        ("group_by=", "group_by", "group_by has ''"),
-        ("format=xml", "format", "format is 'xml'; it must be json or csv"),
+        ("from=yesterday", "from", "`from` is 'yesterday'; send a day such as 2026-11-01"),
+        ("to=2026-02-30", "to", "`to` is '2026-02-30'"),
+        ("from=2026-11-02&to=2026-11-01", "from", "`from` is 2026-11-02, which is after `to`, 2026-11-01"),
+        ("group_by=key,tenant", "group_by", "group_by contains 'tenant'; send one or more of key, model, class, day"),
+        ("group_by=", "group_by", "group_by contains ''"),
+        ("format=xml", "format", "`format` is 'xml'; it must be json or csv"),
     ],
 )
 def test_a_wrong_question_is_answered_with_what_to_ask(
@@ -219,7 +219,7 @@ def test_what_other_processes_may_use_of_a_budget_is_refused_for_a_moment_and_th
     with account.reserve() as reservation:
         reservation.reserve(25)  # a twentieth of the budget is here and elsewhere before its owner has answered
         with pytest.raises(
-            LimitReached, match=r"1,000; 25 are used or reserved.* needs up to 20, and .* has 0 available"
+            LimitReached, match=r"1,000; 25 are used or reserved.* needs up to 20, but only 0 are available"
         ) as caught:
             reservation.reserve(20)
         assert (type(caught.value), caught.value.retry_after_s) == (LimitReached, 2.0)

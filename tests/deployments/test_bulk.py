@@ -160,7 +160,7 @@ def test_vectors_and_scores_are_resumed_and_each_wrong_row_says_why(start: Start
     assert [(each["index"], each["object"]) for each in scores] == [(at, "score") for at in range(5)]
     assert scores[4]["score"] == pytest.approx(1.0), "the cosine of a text with itself"
     errors = [told[number]["error"] for number in range(len(bodies), len(lines))]
-    assert errors[0] == "input contains 5 texts; an item may have only one; write an item for each"
+    assert errors[0] == "`input` contains 5 texts, but an item may have only one; write one item per text"
     assert errors[1:] == ["documents is required", "text_2 is required"]
     assert (summary(tmp_path / "out")["runs"], summary(tmp_path / "out")["failed"]) == (2, 3)
 

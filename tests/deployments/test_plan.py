@@ -252,7 +252,10 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",
         ),
         (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is only supported for CPUs"),
-        (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is supported"),
+        (
+            ("--cpu", "16GiB", "--adapters", "8", "--rank", "65"),
+            "adapters of rank 65 are not supported; the highest rank is 64",
+        ),
         (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is only supported for CPUs"),
         (("--cpu", "1TB"), r"--cpu: got '1TB'; must be a size, such as 80GiB"),
         (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is only supported for GPUs"),
@@ -260,8 +263,8 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
         (("--gpu", "H200", "--quantization", "int4"), "only the native decoder on a CPU supports, but device is cuda"),
         (("--gpu", "A100", "--quantization", "fp8"), r"--quantization fp8: A100-80GB does not support FP8, .* 8\.9"),
         (("--gpu", "A100", "--cache-dtype", "fp8"), r"--cache-dtype fp8: A100-80GB does not support FP8, .* 8\.9"),
-        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8: only supported on CPUs; GPUs support fp8"),
-        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8: only supported on GPUs; CPUs support int8"),
+        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8 is only supported on CPUs; GPUs support fp8"),
+        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8 is only supported on GPUs; CPUs support int8"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason(

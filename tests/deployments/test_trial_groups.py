@@ -36,7 +36,7 @@ def test_a_header_chooses_the_group_and_shares_do_for_the_rest(service: Service)
     assert ask(service, **{"x-carousel-preset": "latency"}).headers["x-carousel-replica"] == replicas["bold"]
     refused = ask(service, **{"x-carousel-preset": "batch"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "preset")
-    assert "there are mixed, latency" in refused.json()["error"]["message"]
+    assert "send one of mixed, latency" in refused.json()["error"]["message"]
     shares = [ask(service).headers["x-carousel-replica"] for _ in range(48)]
     # A quarter of 48, by a hash of the request's id; outside these bounds once in 50,000 runs.
     assert 2 <= shares.count(replicas["bold"]) <= 28

@@ -47,7 +47,7 @@ def test_a_request_over_the_context_is_refused_with_the_numbers() -> None:
 
 
 def test_a_request_over_the_pool_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ContextTooLong, match="accepts 16 together"):
+    with pytest.raises(ContextTooLong, match="accepts 16 tokens in total"):
         build_fake_engine(num_blocks=4).add(make_request((5,) * 10, max_tokens=7))
 
 
@@ -102,7 +102,7 @@ def test_what_was_generated_elsewhere_counts_for_min_tokens_and_penalties() -> N
 
 def test_a_request_with_nothing_left_to_generate_is_refused_with_the_numbers() -> None:
     request = replace(make_request(max_tokens=3), generated_token_ids=(4, 5, 6))
-    with pytest.raises(InvalidRequest, match="3 tokens were already generated and max_tokens is 3"):
+    with pytest.raises(InvalidRequest, match="3 tokens have already been generated and max_tokens is 3"):
         build_fake_engine().add(request)
 
 

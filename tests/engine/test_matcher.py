@@ -111,8 +111,8 @@ def test_what_may_not_go_together_is_refused(engine: Engine) -> None:
     for request, words in (
         (asking("3", allowed_token_ids=(3,)), "send only one of them"),
         (asking("x" * 131_073), "131,073 characters; at most 131,072"),
-        (make_request(allowed_token_ids=(VOCAB_SIZE,)), "allowed_token_ids has token id"),
-        (make_request(bad_words=((3, -1),)), "bad_words has token id"),
+        (make_request(allowed_token_ids=(VOCAB_SIZE,)), "allowed_token_ids contains the token id"),
+        (make_request(bad_words=((3, -1),)), "bad_words contains the token id"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             engine.check(request)

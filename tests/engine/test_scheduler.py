@@ -236,7 +236,7 @@ def test_a_step_larger_than_memory_was_sized_for_is_refused_with_the_numbers() -
         model_info=ModelInfo(max_model_len=100, vocab_size=50, eos_token_ids=()),
     )  # fmt: skip
     engine.reconfigure(SchedulerConfig(max_running=4, max_step_tokens=32))
-    with pytest.raises(InvalidSetup, match="max_step_tokens: got 128; this replica's memory was sized for 64"):
+    with pytest.raises(InvalidSetup, match="max_step_tokens: got 128, but this replica's memory was sized for 64"):
         engine.reconfigure(SchedulerConfig(max_running=4, max_step_tokens=128))
     assert run_to_end(engine, make_request()).reasons
 

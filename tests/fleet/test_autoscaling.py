@@ -174,26 +174,36 @@ def test_where_half_of_the_replicas_miss_their_targets_there_is_one_more(
             (
                 4,
                 "tokens",
-                "9,400 tokens to compute at 620 tokens/s per replica: 15.2 s of work, target 4 s each",
+                "9,400 tokens at 620 tokens/s per replica are 15.2 s of work, with a target of 4 s per replica",
             ),
         ),
-        (load(0, target=1, kv_use=1.7), (3, "kv", "KV memory of 1.70 replicas in use, target 0.8 each")),
-        (load(100, target=1, requests=SLOTS + 1), (2, "requests", f"{SLOTS + 1} requests, {SLOTS} slots per replica")),
+        (
+            load(0, target=1, kv_use=1.7),
+            (3, "kv", "the KV memory of 1.70 replicas is in use, with a target of 0.8 per replica"),
+        ),
+        (
+            load(100, target=1, requests=SLOTS + 1),
+            (2, "requests", f"{SLOTS + 1} requests need slots, and each replica has {SLOTS}"),
+        ),
         (
             load(90_000, target=4),
             (
                 4,
                 "tokens",
-                "90,000 tokens to compute at 1,000 tokens/s per replica: 90.0 s of work, target 4 s each; "
-                "would be 23, but max_replicas is 4",
+                "90,000 tokens at 1,000 tokens/s per replica are 90.0 s of work, with a target of 4 s per replica; "
+                "the number would be 23, but max_replicas is 4",
             ),
         ),
         (
             load(90_000, target=1, requests=SLOTS + 1, speed=0.0),
-            (2, "requests", f"{SLOTS + 1} requests, {SLOTS} slots per replica; no replica has measured its speed yet"),
+            (
+                2,
+                "requests",
+                f"{SLOTS + 1} requests need slots, and each replica has {SLOTS}; no replica has measured its speed yet",
+            ),
         ),
-        (load(0, target=1, requests=0), (1, "idle", "no requests; would be 0, but min_replicas is 1")),
-        (load(100, target=4, num_running=2), (4, "reports", "1 of 2 replicas have reported")),
+        (load(0, target=1, requests=0), (1, "idle", "no requests; the number would be 0, but min_replicas is 1")),
+        (load(100, target=4, num_running=2), (4, "reports", "only 1 of 2 replicas have reported")),
     ],
 )
 def test_it_says_why(situation: AutoscalingLoad, expected: tuple[int, str, str]) -> None:

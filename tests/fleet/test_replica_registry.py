@@ -160,7 +160,7 @@ def test_a_request_that_is_not_to_wait_goes_where_a_slot_is_free_or_is_refused()
     request = replace(make_request(), no_queue=True)
     assert registry.place(request, REPLICAS).replica_id == "b"
     registry.note("b", make_report(num_requests=8))
-    with pytest.raises(Overloaded, match="none of 2 replicas has a free slot") as refused:
+    with pytest.raises(Overloaded, match="none of the 2 replicas has a free slot") as refused:
         registry.place(replace(make_request(), no_queue=True), REPLICAS)
     assert refused.value.retry_after_s > 0
     registry.place(make_request(), REPLICAS)
@@ -194,7 +194,7 @@ def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> N
     assert {place(registry)[1] for _ in range(40)} == {"a", "b"}
     request = replace(make_request(), group="new")
     assert registry.place(request, ["a"]).replica_id == "a"
-    with pytest.raises(InvalidRequest, match="there is no group 'newest'; there are old, new"):
+    with pytest.raises(InvalidRequest, match="there is no group 'newest'; send one of old, new"):
         registry.place(replace(make_request(), group="newest"), REPLICAS)
 
 
@@ -412,7 +412,7 @@ def test_a_request_that_must_not_wait_finds_the_one_free_slot_of_500() -> None:
     request = replace(make_request(), no_queue=True)
     for number in range(4):
         assert registry.place(replace(request, request_id=str(number)), MANY).replica_id == "r321"
-    with pytest.raises(Overloaded, match="none of 500 replicas has a free slot"):
+    with pytest.raises(Overloaded, match="none of the 500 replicas has a free slot"):
         registry.place(request, MANY)
 
 

@@ -104,7 +104,7 @@ def test_it_crosses_to_another_process_as_it_is(byte_level: Vocabulary) -> None:
 
 def test_a_tokenizer_may_take_so_much_cpu_and_no_more(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.grammar.vocabulary.READ_CPU_S", 0.05)
-    with pytest.raises(InvalidSetup, match=r"takes over 0\.05 s of CPU"):
+    with pytest.raises(InvalidSetup, match=r"takes more than 0\.05 s of CPU"):
         read_vocabulary(str(demo_path), None, vocab_size=5_000_000, eos_token_ids=(1,))  # takes seconds
 
 

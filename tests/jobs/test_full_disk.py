@@ -146,7 +146,7 @@ async def test_a_service_on_a_full_disk_opens_as_soon_as_there_is_room(
     service = service_in(folder, echo)
     service.start()
     try:
-        await waiting.until(lambda: "cannot be opened now: database or disk is full; retrying" in caplog.text)
+        await waiting.until(lambda: "cannot be opened: database or disk is full; retrying" in caplog.text)
         with pytest.raises(Unavailable):
             await service.batch(OWNER, batch_id)
         disk.free()

@@ -183,8 +183,8 @@ def test_a_folder_is_read_with_its_sub_folders_and_without_hidden_files(
     for name in ("run.json", "results.jsonl"):
         written(folder / "out" / name, questions(1, name))
     assert [row.id for row in all_rows(looked_through(uri.format(folder)))] == ["b.JSONL-0", "sub/a.jsonl-0"]
-    assert "left out ._a.jsonl, .c.jsonl, .hidden/d.jsonl, _a.jsonl: hidden files are not read" in caplog.text
-    assert "left out the folder of a run out, x.txt: only JSONL, CSV and Parquet files are read" in caplog.text
+    assert "skipped ._a.jsonl, .c.jsonl, .hidden/d.jsonl, _a.jsonl: hidden files are not read" in caplog.text
+    assert "skipped the folder of a run out, x.txt: only JSONL, CSV and Parquet files are read" in caplog.text
     assert "_SUCCESS" not in caplog.text
 
 
@@ -192,7 +192,7 @@ def test_a_link_to_a_folder_is_named_and_not_followed(tmp_path: Path, caplog: py
     written(tmp_path / "a.jsonl", questions(1))
     (tmp_path / "again").symlink_to(tmp_path)
     assert [file.name for file in find_files(str(tmp_path))] == ["a.jsonl"]
-    assert "left out again" in caplog.text
+    assert "skipped again" in caplog.text
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -290,7 +290,7 @@ def test_the_fingerprint_of_a_table_follows_each_of_its_bytes(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"id,prompt,id\n1,a,2\n", "the header repeats names: id; make each name unique"),
+        (b"id,prompt,id\n1,a,2\n", "the header contains several columns named id; make each name unique"),
         (b",,\n1,a,2\n", "the header has no names"),
         (b"id;prompt\n1;a\n", "the header has only one column, 'id;prompt'; separate cells with commas in .csv"),
         (b"text\na\n", "no row has a prompt or messages column; the first row has text"),

@@ -198,7 +198,7 @@ def test_a_journal_whose_torn_end_cannot_be_cut_takes_nothing_more_and_the_next_
     with opened(tmp_path) as store:
         store.append([result(0)])
         fails_to_append(store, 1, monkeypatch, ftruncate=not_cut)
-        with pytest.raises(ResultsUnwritable, match="torn end"):
+        with pytest.raises(ResultsUnwritable, match="incomplete record"):
             store.append([result(2)])
         assert [each.number for each in store.results()] == [0]
     with opened(tmp_path) as store:

@@ -147,6 +147,6 @@ def test_a_full_disk_fails_cleanly_and_keeps_what_was_written(tmp_path: Path) ->
     printed = subprocess.run(command, check=True, cwd=project, capture_output=True, text=True).stdout
     num_settled, _, message = printed.partition(" ")
     assert 5 < int(num_settled) < 30
-    assert f"{num_settled} of 100 rows are safe there" in message
+    assert f"{num_settled} of 100 rows are stored there" in message
     with opened(tmp_path / "out", run={}, num_rows=100, resume=True) as folder:
         assert len(folder.results.ended) == int(num_settled)

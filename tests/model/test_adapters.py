@@ -222,7 +222,7 @@ class TestRefusals:
         ("model", "message"),
         [
             ({"hidden_size": 128}, r"factors of 4 × 64 and 128 × 4; .*it is for another model"),
-            ({"num_hidden_layers": 3}, r"it adapts .*layers\.2"),
+            ({"num_hidden_layers": 3}, r"it changes .*layers\.2"),
         ],
     )
     def test_of_another_base(self, model: dict[str, int], message: str, tmp_path: Path) -> None:
@@ -246,7 +246,9 @@ class TestRefusals:
             self.read(tmp_path)
 
     def test_of_an_unknown_target(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedAdapter, match=r"it adapts lm_head .*down_proj, .* can be adapted"):
+        with pytest.raises(
+            UnsupportedAdapter, match=r"it changes lm_head .* only change existing layers named .*down_proj, "
+        ):
             self.read(self.saved(tmp_path, targets=("q_proj", "lm_head")))
 
     @pytest.mark.parametrize(

@@ -93,5 +93,5 @@ def test_a_file_of_other_content_is_passed_over(tmp_path: Path) -> None:
 def test_without_a_folder_there_is_no_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     open_note(tmp_path / "file" / "deeper", "work")
-    assert "a crash will leave no note" in caplog.text
+    assert "a crash will not be recorded" in caplog.text
     assert list(crashes(tmp_path / "nowhere")) == []

@@ -175,7 +175,7 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidRequest, match="generates no text"):
         encoder.add(make_request(max_tokens=1))
-    with pytest.raises(InvalidRequest, match="does not score pairs"):
+    with pytest.raises(InvalidRequest, match="does not support scores for pairs"):
         encoder.add(make_request(pooling=Pooling.SCORE, max_tokens=0))
     with pytest.raises(InvalidRequest, match="does not support embeddings"):
         pairs.add(make_request(pooling=Pooling.MEAN, max_tokens=0))

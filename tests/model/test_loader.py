@@ -73,7 +73,7 @@ def test_the_type_follows_from_checkpoint_and_machine(  # type: ignore[no-untype
 def test_the_log_says_which_type_and_why(tiny_model_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO")
     load(tiny_model_path("llama"), dtype="auto")
-    assert "the type is float32: the checkpoint's own" in caplog.text
+    assert "the number type is float32: the checkpoint's own" in caplog.text
 
 
 def test_a_longer_context_than_the_model_has_is_refused_with_both_numbers(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
@@ -140,7 +140,7 @@ def test_replicas_that_take_turns_on_a_card_are_told_of(  # type: ignore[no-unty
         (tmp_path / "control").touch()
     with pytest.raises(InvalidSetup, match="not loaded"):
         load_runner(config_of(tiny_model_path("llama"), num_threads=torch.get_num_threads()), gpu_share=share)
-    is_told = "num_gpus is 0.5, but there is no MPS here" in caplog.text
+    is_told = "num_gpus is 0.5, but MPS is not running here" in caplog.text
     assert is_told == (share < 1 and not has_mps)
 
 

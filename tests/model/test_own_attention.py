@@ -44,7 +44,7 @@ def test_tokens_are_those_of_generate_with_chunks_preemption_and_prefix_hits(mod
 
 def test_keys_and_values_in_8_bits_are_refused(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "bloom")
-    with pytest.raises(InvalidSetup, match="the model attends with its own code"):
+    with pytest.raises(InvalidSetup, match="the model computes attention with its own code"):
         build_sync_engine(config_of(path, cache={"dtype": "int8"}, max_model_len=256))
 
 

@@ -390,7 +390,7 @@ UP = r"model\.layers\.0\.mlp\.up_proj"
         ("gptq", {"group_size": 48}, None, r"has 64 inputs, which is not a multiple of the group size 48"),
         ("gptq", {"group_size": 16}, None, r"scales is \[2, 64\] in float16; it must be \[4, 64\]"),
         ("gptq", {"bits": 8}, None, r"scales is \[2, 64\] in float16; it must be \[1, 64\] for 64 outputs of 32"),
-        ("gptq", {}, queries_from_keys, r"self_attn\.q_proj\.weight is \[32, 64\] there, but \[64, 64\] in the model"),
+        ("gptq", {}, queries_from_keys, r"q_proj.weight has the shape \[32, 64\], but the model expects \[64, 64\]"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_fit_are_refused_with_the_numbers(

@@ -254,7 +254,7 @@ def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, dem
         page.click("#usage summary")
         page.wait_for_selector("#usage td:has-text('no call has ended in this month')")
         page.click("#wanted summary")
-        page.wait_for_selector("#wanted tr:has-text('no requests; would be 0, but min_replicas is 1')")
+        page.wait_for_selector("#wanted tr:has-text('no requests; the number would be 0, but min_replicas is 1')")
         page.reload()
         page.wait_for_selector("#connection.on")
         assert page.evaluate("Object.values(localStorage).length") == 0

@@ -216,7 +216,7 @@ async def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
     retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.05, give_up_after_s=1.2)
     async with service_in(tmp_path, retries=retries) as service:
         shown = await webhook_of(service, await begin(service, "https://example.com/"), "given_up")
-        assert shown["last_error"] == "the server failed to send it; see its log for why"
+        assert shown["last_error"] == "the server failed to send the message; see its log for the reason"
         assert shown["attempts"] > 1
         assert "nobody thought of this" in caplog.text
 

@@ -77,10 +77,12 @@ class KeyRing:
         Raises Unauthenticated if the key was removed, and for "", the name that a service without keys stores.
         """
         if not name:  # no key could read the results, and no key's limits apply
-            raise Unauthenticated("this request was sent without an API key, before this server required one")
+            raise Unauthenticated(
+                "this request was sent before this server required API keys; send it again with an API key"
+            )
         account = self._by_name.get(name)
         if account is None:
-            raise Unauthenticated("the API key of this request has been removed")
+            raise Unauthenticated("the API key of this request has been removed; use another key")
         return account
 
     @property

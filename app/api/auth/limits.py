@@ -169,7 +169,7 @@ class Slots:
             self._most_taken = max(self._most_taken, num_taken + 1)
             return
         self._num_refused += 1
-        shared = f" ({of_others:,} of them currently in other processes)" if of_others else ""
+        shared = f" ({of_others:,} of them currently reserved for other processes)" if of_others else ""
         raise LimitReached(
             f"this API key may run {self.limit:,} requests at once{shared} and is running {num_taken:,}; wait for "
             f"one to finish",
@@ -445,15 +445,17 @@ class Account:
         """Return the key's limit of output tokens or None. Raises InvalidRequest if `asked`, in `param`, exceeds it."""
         cap = self.key.max_tokens if self.key else None
         if cap is not None and asked is not None and asked > cap:
-            raise InvalidRequest(f"{param} is {asked:,}; this API key may request at most {cap:,}", param=param)
+            raise InvalidRequest(
+                f"{param} is {asked:,}; this API key may request at most {cap:,}; lower it", param=param
+            )
         return cap
 
     def check_priority(self, asked: int) -> None:
         """Raise InvalidRequest if the key may not use a priority this high (a number this low)."""
         if self.key is not None and asked < self.key.min_priority:
             raise InvalidRequest(
-                f"priority is {asked}; this API key may use {self.key.min_priority} or higher (lower numbers run "
-                f"first); raise it",
+                f"`priority` is {asked}; this API key may use only {self.key.min_priority} and above (lower numbers "
+                f"run first); raise it",
                 param="priority",
             )
 
@@ -484,8 +486,9 @@ class Account:
                 part.refuse(needed)
                 raise LimitReached(
                     f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved. This request "
-                    f"needs up to {amount(needed)}, and this process has {amount(max(0, part.left))} available; other "
-                    f"processes hold the rest. Try again in {SHARES_MOVE_S:.0f} s, or request fewer tokens",
+                    f"needs up to {amount(needed)}, but only {amount(max(0, part.left))} are available in this "
+                    f"process; the rest is reserved for other processes. Try again in {SHARES_MOVE_S:.0f} s, or "
+                    f"request fewer tokens",
                     retry_after_s=SHARES_MOVE_S,
                 )
 
@@ -567,9 +570,10 @@ class Reservation:
         if num_logprobs:
             if not pool.allows(account, num_logprobs):
                 raise LimitReached(
-                    f"this answer may have {num_logprobs:,} log-probabilities; other running answers "
-                    f"{account.of_sender} may have {pool.held(account):,}. The sum exceeds one sender's current share "
-                    f"of the {pool.size:,} that this server holds at once; wait for them, or request fewer tokens",
+                    f"this answer may contain {num_logprobs:,} log-probabilities, and other running answers "
+                    f"{account.of_sender} up to {pool.held(account):,}. Together, they exceed one sender's current "
+                    f"share of the {pool.size:,} log-probabilities that this server allows at once; wait for the other "
+                    f"answers to finish, or request fewer tokens or log-probabilities",
                     retry_after_s=CONCURRENCY_RETRY_S,
                 )
             pool.take(account, num_logprobs)
@@ -580,9 +584,9 @@ class Reservation:
         account, pool = self.account, self.account.pools.body_bytes
         if not pool.allows(account, num_bytes):
             raise LimitReached(
-                f"{pool.held(account):,} bytes of other bodies {account.of_sender} are being read, and more would "
-                f"exceed one sender's current share of the {pool.size:,} that this server reads at once; send fewer "
-                f"at once",
+                f"request bodies {account.of_sender} with {pool.held(account):,} bytes are already being read, and "
+                f"more bytes would exceed one sender's current share of the {pool.size:,} bytes that this server reads "
+                f"at once; send fewer requests at once",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
         pool.take(account, num_bytes)

@@ -49,9 +49,12 @@ class ClassificationWriter(ReadoutWriter[Vector]):
     def value(self, index: int, numbers: Vector, model_info: ModelInfo) -> Vector:
         labels = model_info.labels
         if len(numbers) != len(labels):
-            raise Failure(f"the model returned {len(numbers):,} scores for text {index}; it has {len(labels):,} labels")
+            raise Failure(
+                f"the model returned {len(numbers):,} scores for the text with index {index}, but it has "
+                f"{len(labels):,} labels"
+            )
         if not np.isfinite(numbers).all():
-            raise Failure(f"the model returned scores for text {index} that are not finite: {numbers[:10].tolist()}")
+            raise Failure(f"the scores for the text with index {index} are not finite: {numbers[:10].tolist()}")
         return numbers
 
     def rows(self, values: Sequence[Vector], model_info: ModelInfo) -> Rows[Label]:

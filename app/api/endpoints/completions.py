@@ -20,14 +20,16 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
     limits, shared = context.limits, shared_fields(body, model, context)
     if len(body.prompt) > limits.max_prompts:
         raise InvalidRequest(
-            f"prompt contains {len(body.prompt):,} prompts; this server accepts {limits.max_prompts:,} in one call",
+            f"`prompt` contains {len(body.prompt):,} prompts; this server accepts at most {limits.max_prompts:,} in "
+            f"one call; send fewer",
             param="prompt",
         )
     num_requests, param = len(body.prompt) * body.num_samples, "n" if body.best_of is None else "best_of"
     if num_requests > limits.max_prompts:
         raise InvalidRequest(
-            f"{len(body.prompt):,} prompts with {param} of {body.num_samples:,} make {num_requests:,} choices; "
-            f"this server accepts {limits.max_prompts:,} in one call; send fewer prompts or lower {param}",
+            f"{len(body.prompt):,} prompts with `{param}` set to {body.num_samples:,} request {num_requests:,} "
+            f"choices; this server accepts at most {limits.max_prompts:,} in one call; send fewer prompts or lower "
+            f"`{param}`",
             param=param,
         )
     if body.documents:
@@ -51,7 +53,9 @@ def check_bulk_completion(body: CompletionRequest) -> None:
     """Raise InvalidRequest if a bulk run cannot answer this item with one text."""
     check_bulk_answer(body, echo=body.echo)
     if len(body.prompt) != 1:
-        message = f"prompt contains {len(body.prompt):,} prompts; an item may have only one; write an item for each"
+        message = (
+            f"`prompt` contains {len(body.prompt):,} prompts, but an item may have only one; write one item per prompt"
+        )
         raise InvalidRequest(message, param="prompt")
 
 

@@ -151,8 +151,8 @@ def _check_lengths(num_shared: int, num_own: Sequence[int], model: ServedModel) 
     for number, num_tokens in enumerate(num_own):
         if num_shared + num_tokens > most:
             raise ContextTooLong(
-                f"input has {num_shared:,} tokens and questions[{number}] has {num_tokens:,}; this model accepts "
-                f"{most:,} tokens in total; shorten the input or the question",
+                f"`input` has {num_shared:,} tokens and `questions[{number}]` has {num_tokens:,} tokens; this model "
+                f"accepts {most:,} tokens in total; shorten the input or the question",
                 param="input" if num_shared >= num_tokens else f"questions[{number}]",
             )
     num_all = num_shared * len(num_own) + sum(num_own)
@@ -176,8 +176,8 @@ def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel)
         if len(labels) < wanted:
             param = f"questions[{number}].{param}"
             raise InvalidRequest(
-                f"{param} requires {wanted:,} labels; the tokenizer of {model.name!r} has {len(labels):,} that are one "
-                f"token; choose another model, or request fewer answers",
+                f"{param} requires {wanted:,} labels that are single tokens, but the tokenizer of {model.name!r} has "
+                f"only {len(labels):,}; choose another model, or offer fewer answers",
                 param=param,
             )
         found.append(dict(islice(labels.items(), wanted)))
@@ -201,7 +201,10 @@ def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) ->
 def check_one_question(body: DecisionsRequest) -> None:
     """Raise InvalidRequest for an item of a bulk run with several questions."""
     if len(body.questions) != 1:
-        message = f"questions contains {len(body.questions):,}; an item may have only one; write an item for each"
+        message = (
+            f"`questions` contains {len(body.questions):,} questions, but an item may have only one; write one item "
+            f"per question"
+        )
         raise InvalidRequest(message, param="questions")
 
 
@@ -253,14 +256,16 @@ async def label_logprobs(state: ResponseState) -> list[Sequence[float]]:
     await state.read(keep)
     for index, request in enumerate(state.prepared.requests):
         if len(found.get(index, ())) != len(request.sampling.logprob_token_ids):
-            raise Unavailable("a replica of an older version returned no probabilities for labels; try again")
+            raise Unavailable(
+                "this replica runs an older version, which returns no probabilities for labels; try again"
+            )
     return [_checked(index, found[index]) for index in range(len(found))]
 
 
 def _checked(index: int, logprobs: Sequence[float]) -> Sequence[float]:
     """Return the log-probabilities of a question's labels. Raises Failure if none of them is finite."""
     if not math.isfinite(max(logprobs)):
-        raise Failure(f"the model returned no finite log-probability for question {index}: {logprobs[:10]}")
+        raise Failure(f"the log-probabilities for the question with index {index} are not finite: {logprobs[:10]}")
     return logprobs
 
 

@@ -28,11 +28,12 @@ def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: Req
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.model_info.embedding_size
     if model.pooling is None or size is None:
-        raise InvalidRequest(f"the model {model.name!r} computes no embeddings; choose another model", param="model")
+        raise InvalidRequest(f"the model {model.name!r} does not support embeddings; choose another", param="model")
     check_number_of_texts(body.input or (), context.limits)
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(
-            f"dimensions is {body.dimensions:,}; this model's embeddings have {size:,}; lower it", param="dimensions"
+            f"`dimensions` is {body.dimensions:,}, but this model's embeddings have only {size:,} dimensions; lower it",
+            param="dimensions",
         )
     prompts = [_encoded_chat(body, model)] if body.input is None else encode_texts(body.input, body, model)
     return prepare_pooling("embd-", body, model, context, prompts, model.pooling)
@@ -50,7 +51,9 @@ def check_number_of_texts(texts: Sequence[object], limits: RequestLimits) -> Non
     """Raise InvalidRequest if `input` has more texts than one call may have."""
     if len(texts) > limits.max_inputs:
         raise InvalidRequest(
-            f"input contains {len(texts):,} texts; this server accepts {limits.max_inputs:,} in one call", param="input"
+            f"`input` contains {len(texts):,} texts; this server accepts at most {limits.max_inputs:,} in one call; "
+            f"send fewer",
+            param="input",
         )
 
 
@@ -99,11 +102,13 @@ class _Cut:
 
 def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
     if num_tokens == 0:
-        raise InvalidRequest(f"{param} has a text without tokens; send at least one token per text", param=param)
+        raise InvalidRequest(
+            f"`{param}` contains a text without tokens; each text must have at least one token", param=param
+        )
     if num_tokens > max_model_len:
         raise ContextTooLong(
-            f"{param} has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten the text, or "
-            f"send truncate_prompt_tokens: -1 to truncate it",
+            f"`{param}` contains a text of {num_tokens:,} tokens, but this model accepts at most {max_model_len:,}; "
+            f"shorten the text, or send truncate_prompt_tokens: -1 to truncate it",
             param=param,
         )
 
@@ -111,7 +116,7 @@ def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
 def check_one_text(body: Any) -> None:
     """Raise InvalidRequest for an item of a bulk run with several texts."""
     if body.input is not None and len(body.input) != 1:
-        message = f"input contains {len(body.input):,} texts; an item may have only one; write an item for each"
+        message = f"`input` contains {len(body.input):,} texts, but an item may have only one; write one item per text"
         raise InvalidRequest(message, param="input")
 
 
@@ -166,7 +171,7 @@ def first_numbers(numbers: Vector, dimensions: int | None, *, are_normalised: bo
     exact = numbers.astype(np.float64)
     length = math.sqrt(exact @ exact)
     if not (math.isfinite(length) and length):
-        raise Failure(f"the model returned a vector of length {length}")
+        raise Failure(f"the model returned a vector of length {length}, which cannot be scaled to length 1")
     kept = exact[:dimensions]
     if are_normalised:
         kept = kept / (math.sqrt(kept @ kept) or 1.0)

@@ -108,7 +108,7 @@ def _new_file(form: Form) -> NewFile:
     fields = form.fields
     purpose = fields.get("purpose")
     if purpose != "batch":
-        raise InvalidRequest(f"purpose should be 'batch'; got {(purpose or '')[:40]!r}", param="purpose")
+        raise InvalidRequest(f"`purpose` should be 'batch'; got {(purpose or '')[:40]!r}", param="purpose")
     return NewFile(filename=_filename(form.filename), purpose=purpose, expires_after_s=_expires_after_s(fields))
 
 
@@ -134,9 +134,9 @@ def page_of(owner: str, query: Mapping[str, str], *, max_limit: int, default_lim
     """Return the page requested by `after`, `limit`, `order` and `purpose`. Raises InvalidRequest."""
     limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= max_limit):
-        raise InvalidRequest(f"limit should be 1 to {max_limit:,}; got {limit[:40]!r}", param="limit")
+        raise InvalidRequest(f"`limit` should be from 1 to {max_limit:,}; got {limit[:40]!r}", param="limit")
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order should be 'asc' or 'desc'; got {order[:40]!r}", param="order")
+        raise InvalidRequest(f"`order` should be 'asc' or 'desc'; got {order[:40]!r}", param="order")
     return PageOf(
         owner=owner,
         limit=int(limit),

@@ -154,7 +154,9 @@ class LiveRoutes(RouteGroup):
 def _after(given: str) -> int:
     """Return the time of the last event that a viewer has received. Raises InvalidRequest."""
     if not (given.isascii() and given.isdigit() and len(given) <= 15):
-        raise InvalidRequest(f"after must be the `at` of an event, in milliseconds; got {given[:40]!r}", param="after")
+        raise InvalidRequest(
+            f"`after` must be the `at` of an event, in milliseconds; got {given[:40]!r}", param="after"
+        )
     return int(given)
 
 

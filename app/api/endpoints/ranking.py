@@ -40,8 +40,8 @@ def prepare_score(body: ScoreRequest, model: ServedModel, context: RequestContex
     (firsts, seconds), (first, second) = body.sides, body.side_params
     if len(firsts) not in (1, len(seconds)):
         raise InvalidRequest(
-            f"{first} has {len(firsts):,} texts and {second} has {len(seconds):,}; send one text in {first}, or the "
-            f"same number in both",
+            f"`{first}` contains {len(firsts):,} texts and `{second}` contains {len(seconds):,}; send only one text in "
+            f"`{first}`, or the same number in both",
             param=first,
         )
     return _prepared(_Comparison(body, model, (first, second), firsts, seconds), "score-", context)
@@ -61,10 +61,13 @@ class _Comparison:
         """Raise InvalidRequest for mistakes that can be found before the texts are encoded."""
         model_info, (_, param) = self.model.model_info, self.params
         if not (model_info.scores_pairs or self.model.gives_embeddings):
-            raise InvalidRequest(f"the model {self.model.name!r} scores no texts; choose another model", param="model")
+            raise InvalidRequest(
+                f"the model {self.model.name!r} does not support scores; choose another model", param="model"
+            )
         if len(self.seconds) > limits.max_inputs:
             raise InvalidRequest(
-                f"{param} contains {len(self.seconds):,} texts; this server accepts {limits.max_inputs:,} in one call",
+                f"`{param}` contains {len(self.seconds):,} texts; this server accepts at most {limits.max_inputs:,} in "
+                f"one call; send fewer",
                 param=param,
             )
         for texts, name in ((self.firsts, self.params[0]), (self.seconds, param)):
@@ -99,7 +102,7 @@ class _Comparison:
             ]
         # Every pair repeats the query, so a small body could ask for gigabytes of tokens.
         what = (
-            f"the pairs of {' and '.join(self.params)}"
+            f"the pairs of `{'` and `'.join(self.params)}`"
             if self.model.model_info.scores_pairs
             else " and ".join(self.params)
         )
@@ -113,14 +116,18 @@ class _Comparison:
             is_first = not self.model.model_info.scores_pairs and index < len(self.firsts)
             param = self.params[0] if is_first else self.params[1]
             if not prompt.token_ids:
-                raise InvalidRequest(f"{param} has a text without tokens; send at least one per text", param=param)
+                raise InvalidRequest(
+                    f"`{param}` contains a text without tokens; each text must have at least one token", param=param
+                )
             if len(prompt.token_ids) > longest:
                 what = (
-                    f"a pair of {' and '.join(self.params)}"
+                    f"a pair of `{'` and `'.join(self.params)}`"
                     if self.model.model_info.scores_pairs
-                    else f"a text of {param}"
+                    else f"a text in `{param}`"
                 )
-                allowed = f"truncate_prompt_tokens is {longest:,}" if is_asked else f"this model accepts {longest:,}"
+                allowed = (
+                    f"truncate_prompt_tokens is {longest:,}" if is_asked else f"this model accepts at most {longest:,}"
+                )
                 raise ContextTooLong(
                     f"{what} has {len(prompt.token_ids):,} tokens; {allowed}; shorten it"
                     + ("" if is_first or self._cuts_seconds else ", or send max_tokens_per_doc to truncate it"),
@@ -168,7 +175,7 @@ def _score(pair: int, numbers: Vector) -> float:
     """Return the score of a pair from the output of a cross-encoder. Raises Failure if the score is not finite."""
     [score] = numbers.tolist()
     if not math.isfinite(score):
-        raise Failure(f"the model returned the score {score} for pair {pair}")
+        raise Failure(f"the score for the pair with index {pair} is not finite: {score}")
     return float(score)
 
 

@@ -140,7 +140,9 @@ class StoredResponseRoutes(RouteGroup):
         after = query.get("starting_after")
         if query.get("stream", "false").lower() not in ("true", "1"):
             if after is not None:
-                raise InvalidRequest("starting_after requires events; also send stream=true", param="starting_after")
+                raise InvalidRequest(
+                    "starting_after requires a stream of events; also send stream=true", param="starting_after"
+                )
             async with WhileConnected(request.receive):
                 return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
         if after is not None and not _is_number(after):
@@ -162,10 +164,13 @@ class StoredResponseRoutes(RouteGroup):
                     break
         answer = events.reader.answer
         if answer is not None and not answer.new.is_streamed:
-            raise InvalidRequest("this response has no events: it was not requested with stream: true")
+            raise InvalidRequest(
+                "this response has no events, because it was created without stream: true; request it without `stream`"
+            )
         if number >= max(events.number, 1):
             raise InvalidRequest(
-                f"starting_after is {number}; the last event so far has the number {events.number - 1}",
+                f"starting_after is {number}, but the sequence_number of the last event so far is {events.number - 1}; "
+                f"lower it",
                 param="starting_after",
             )
         return self._events(events, read, owner, response_id, after=number)
@@ -199,7 +204,7 @@ class StoredResponseRoutes(RouteGroup):
             if not left:
                 return
         if not has_begun:
-            raise NotFound(f"after is {str(page.after)[:100]!r}; this list has no item with this id", param="after")
+            raise NotFound(f"`after` is {str(page.after)[:100]!r}; this list has no item with this id", param="after")
 
     async def _turn_ids(self, owner: str, response_id: str) -> AsyncGenerator[str, None]:
         """Yield the ids of the conversation's responses, the newest first."""

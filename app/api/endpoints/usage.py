@@ -25,7 +25,10 @@ _DAY: Json = {"schema": TEXT | {"format": "date"}}
 _QUERY: Json = {
     "from": _DAY | {"description": "the first day in UTC, such as 2026-11-01; default: the first of this month"},
     "to": _DAY | {"description": "the last day in UTC, included; default: today"},
-    "group_by": {"schema": TEXT, "description": "key, model, class or day, or several with commas; default: key"},
+    "group_by": {
+        "schema": TEXT,
+        "description": "one or more of key, model, class and day, separated by commas; default: key",
+    },
     "format": {"schema": {"enum": ["json", "csv"]}},
 }
 
@@ -62,17 +65,17 @@ def _asked(request: Request) -> tuple[UsageQuery, bool]:
     given, today = request.query_params, day_of(time.time())
     first, last = _day(given.get("from", f"{month_of(today)}-01"), "from"), _day(given.get("to", today), "to")
     if first > last:
-        raise InvalidRequest(f"from is {first} and to is {last}; send a `to` that is not before `from`", param="from")
+        raise InvalidRequest(f"`from` is {first}, which is after `to`, {last}; send an earlier `from`", param="from")
     names = given.get("group_by", "key").split(",")
     unknown = [name for name in names if name not in _GROUPS]
     if unknown:
         raise InvalidRequest(
-            f"group_by has {unknown[0][:40]!r}; send one or more of {', '.join(_GROUPS)}, separated by commas",
+            f"group_by contains {unknown[0][:40]!r}; send one or more of {', '.join(_GROUPS)}, separated by commas",
             param="group_by",
         )
     form = given.get("format", "json")
     if form not in ("json", "csv"):
-        raise InvalidRequest(f"format is {form[:40]!r}; it must be json or csv", param="format")
+        raise InvalidRequest(f"`format` is {form[:40]!r}; it must be json or csv", param="format")
     group_by = tuple(field for name, field in _GROUPS.items() if name in names)
     return UsageQuery(first_day=first, last_day=last, group_by=group_by), form == "csv"
 
@@ -81,7 +84,7 @@ def _day(text: str, param: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError:
-        raise InvalidRequest(f"{param} is {text[:40]!r}; send a day such as 2026-11-01", param=param) from None
+        raise InvalidRequest(f"`{param}` is {text[:40]!r}; send a day such as 2026-11-01", param=param) from None
 
 
 def _sums(used: Used) -> Json:

@@ -133,4 +133,4 @@ async def _read(
 
 
 def _too_large(size: str, max_bytes: int, when: str = "") -> BodyTooLarge:
-    return BodyTooLarge(f"the body has {size} bytes{when}; this server accepts {max_bytes:,}")
+    return BodyTooLarge(f"the body has {size} bytes{when}; this server accepts at most {max_bytes:,}")

@@ -128,7 +128,7 @@ def log_error(error: Exception, request_id: str) -> None:
     """Log one line for a failed request, with a stack trace if the error is internal."""
     kind = _kind_of(error)
     if isinstance(error, ClientGone):
-        logger.info("request %s: the client went away", request_id)
+        logger.info("request %s: the client closed the connection", request_id)
     elif kind is _FAILURE:
         logger.error("request %s failed: %s", request_id, traceback_of(error))
     elif isinstance(error, InvalidRequest):  # the message is not logged, because it may quote the request

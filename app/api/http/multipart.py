@@ -184,7 +184,7 @@ class _Reader:
             raise _invalid(f"it has a part without a name of 1 to {max_name_bytes} bytes")
         self._part.name = name.decode("utf-8", "replace")
         if self._part.name in self._fields or (self._is_file and self._filename is not None):
-            raise _invalid(f"it has two parts {self._part.name!r}")
+            raise _invalid(f"it has two parts named {self._part.name!r}")
         if self._is_file:
             if b"filename" not in options:
                 raise InvalidRequest("the part `file` has no filename; send it as a file", param=FILE_FIELD)

@@ -37,7 +37,7 @@ from app.versions import versions
 _REFUSALS = {
     "400": "the request is invalid; `param` names the invalid field",
     "401": "the request has no API key, or an unknown one",
-    "402": "this API key's budget in money is spent",
+    "402": "this API key's monthly budget for costs is spent",
     "403": "this API key may not use that model, or is not an admin key",
     "404": "there is no such model, file or batch",
     "408": "the body arrived too slowly, or the deadline has passed or cannot be met",

@@ -267,7 +267,7 @@ class Application:
             if not has_started:
                 await error_response(error, state["request_id"], scope["path"])(scope, receive, send_with_id)
             elif not isinstance(error, ClientGone):  # the HTTP server logs this error and closes the connection
-                raise Failure("this response was interrupted; see the log above for the reason") from None
+                raise Failure("this response was interrupted; see the previous log lines for the reason") from None
 
     def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
         """Convert the router's 404 or 405 to an error of this API, with all methods of the path in `Allow`."""

@@ -186,7 +186,7 @@ async def _choice_pieces(
         raise Unavailable("this generation was cancelled by the server; try again") from None
     finally:
         await close(deltas)
-    raise Failure(f"the token stream of {choice.request.request_id} ended without a finish reason")
+    raise Failure(f"the token stream of request {choice.request.request_id} ended without a finish reason")
 
 
 class _Choice:

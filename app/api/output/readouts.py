@@ -97,7 +97,7 @@ async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> 
     def keep(piece: ChoiceDelta) -> None:
         if piece.finish_reason is not None:
             if piece.embedding is None:
-                raise Failure(f"the request for text {piece.index} ended without a vector")
+                raise Failure(f"the request for the text with index {piece.index} ended without a vector")
             results[piece.index] = make(piece.index, np.frombuffer(piece.embedding, np.float32))
 
     await state.read(keep)

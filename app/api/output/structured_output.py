@@ -90,7 +90,7 @@ def _from_structured_outputs(given: StructuredOutputs) -> Grammar | None:
     named = {name: value for name, value in named.items() if value is not None}
     if len(named) > 1:
         raise InvalidRequest(
-            f"structured_outputs has {' and '.join(named)}; send only one of them", param="structured_outputs"
+            f"structured_outputs contains `{'` and `'.join(named)}`; send only one of them", param="structured_outputs"
         )
     for name, value in named.items():
         return _of_part(name, value, f"structured_outputs.{name}")
@@ -123,7 +123,7 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
     try:
         schema = read_json(given.encode())
     except ValueError as error:
-        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} should be a JSON object", param=param)
     return schema
@@ -135,8 +135,8 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
     for number, structure in enumerate(structures):
         if not any(structure.begin.startswith(trigger) for trigger in given.triggers):
             raise InvalidRequest(
-                f"{param}.structures[{number}].begin is {structure.begin[:60]!r} and starts with no trigger; "
-                f"add its prefix to the triggers",
+                f"{param}.structures[{number}].begin is {structure.begin[:60]!r}, which does not start with any "
+                f"trigger; add a prefix of it to {param}.triggers",
                 param=f"{param}.structures",
             )
     tags = [
@@ -148,7 +148,8 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
     idle = set(given.triggers) - {each["trigger"] for each in tags}
     if idle:
         raise InvalidRequest(
-            f"{param}.triggers has {min(idle)[:60]!r}, but no structure starts with it; leave it out",
+            f"{param}.triggers contains {min(idle)[:60]!r}, but the `begin` of no structure starts with it; leave it "
+            f"out",
             param=f"{param}.triggers",
         )
     schemas = [NamedSchema(each.schema_ or {}, True, f"structures.{number}") for number, each in enumerate(structures)]
@@ -202,5 +203,6 @@ def _written(value: Any, param: str) -> str:
 
 def _too_long(num_characters: str, param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{param} has {num_characters} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted", param=param
+        f"{param} has {num_characters} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted; shorten it",
+        param=param,
     )

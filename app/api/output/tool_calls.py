@@ -102,8 +102,8 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
         )
     if form is None:
         raise InvalidRequest(
-            "the format of this model's tool calls is unknown; ask the operator to set tool_parser, or send "
-            "tool_choice none",
+            "the format of this model's tool calls is unknown; ask the operator to set models[].tool_parser, or send "
+            'tool_choice: "none"',
             param="tools",
         )
     texts = {name: texts_of(parameters_of(each)) for name, each in allowed.items()}

@@ -57,8 +57,8 @@ class DocumentIndex:
         """Return the documents with the highest cosines, highest first. Raises Unavailable until the vectors exist."""
         if self._matrix is None and self._lock.locked():
             raise Unavailable(
-                f"the vectors of {Path(self._path).name} are being computed: {self._num_computed:,} of "
-                f"{len(self.documents):,}; try again"
+                f"the vectors of {Path(self._path).name} are being computed, and only {self._num_computed:,} of "
+                f"{len(self.documents):,} are ready; try again later"
             )
         scores = await cosines(await self.matrix(), question)
         order = np.argsort(-scores, kind="stable")[:top_n]
@@ -113,7 +113,7 @@ class DocumentIndex:
         vectors = await service_vectors(texts, self._model, is_background=True, on_progress=note)
         matrix: Matrix = await asyncio.to_thread(np.stack, vectors)
         await asyncio.to_thread(_write, path, matrix)
-        logger.info("index %s: %d vectors computed by %s", self._path, len(texts), self._model.name)
+        logger.info("index %s: %d vectors have been computed by %s", self._path, len(texts), self._model.name)
         return matrix
 
 
@@ -135,7 +135,9 @@ class IndexStep:
         body = run.body
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
         if body.documents:
-            raise InvalidRequest(f"{body.model} takes documents from an index; leave documents out", param="documents")
+            raise InvalidRequest(
+                f"{body.model} reads its documents from an index; leave out `documents`", param="documents"
+            )
         question, report = await question_vector(run, self.model, self)
         best = await self.index.best(question, self.top_n)
         report.end(kept=[document.source | {"score": score} for document, score in best])
@@ -150,12 +152,12 @@ def read_index(path: str) -> list[IndexedDocument]:
     try:
         num_bytes = file.stat().st_size
         if num_bytes > MAX_INDEX_BYTES:
-            raise InvalidSetup(f"{path} has {num_bytes:,} bytes; at most {MAX_INDEX_BYTES:,} are accepted")
+            raise InvalidSetup(f"{path} has {num_bytes:,} bytes; an index may have at most {MAX_INDEX_BYTES:,}")
         documents = list(_documents(path, file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidSetup(f"{path} cannot be read: {error}") from error
     if not 0 < len(documents) <= MAX_INDEX_DOCUMENTS:
-        raise InvalidSetup(f"{path} has {len(documents):,} documents; it should have 1 to {MAX_INDEX_DOCUMENTS:,}")
+        raise InvalidSetup(f"{path} has {len(documents):,} documents; an index must have 1 to {MAX_INDEX_DOCUMENTS:,}")
     return documents
 
 
@@ -171,17 +173,17 @@ def _documents(path: str, content: str) -> Iterator[IndexedDocument]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise InvalidSetup(f"{path}:{number} is not JSON: {error}") from error
+            raise InvalidSetup(f"{path}:{number} is not valid JSON: {error}") from error
         text = value.get("text") if isinstance(value, dict) else None
         if not isinstance(text, str) or not text.strip():
-            raise InvalidSetup(f'{path}:{number} should be an object like {{"text": "...", "id": "..."}} with a text')
+            raise InvalidSetup(f'{path}:{number} must be an object with a text, such as {{"text": "...", "id": "..."}}')
         given_id = value.get("id")
         if not isinstance(given_id, str | int | None):
-            raise InvalidSetup(f"{path}:{number} has an id that is neither a text nor an integer")
+            raise InvalidSetup(f"{path}:{number} has an id that is neither a string nor an integer")
         if len(str(given_id)) > MAX_ID_LENGTH:
             raise InvalidSetup(
-                f"{path}:{number} has an id of {len(str(given_id)):,} characters; at most {MAX_ID_LENGTH}"
+                f"{path}:{number} has an id of {len(str(given_id)):,} characters; at most {MAX_ID_LENGTH} are accepted"
             )
         if _HALF_OF_A_PAIR.search(f"{text}{given_id}"):
-            raise InvalidSetup(f"{path}:{number} has half of a surrogate pair, which is not a character")
+            raise InvalidSetup(f"{path}:{number} contains half of a surrogate pair, which is not a character")
         yield IndexedDocument(text, {"index": index} | ({} if given_id is None else {"id": given_id}))

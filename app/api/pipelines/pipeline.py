@@ -166,7 +166,7 @@ class _Builder:
             try:
                 documents = read_index(step.index)
             except InvalidSetup as error:
-                raise InvalidSetup(f"the index of {name}: {error.message}") from error
+                raise InvalidSetup(f"the index of {name} cannot be used: {error.message}") from error
             index = DocumentIndex(step.index, documents, model)
             return IndexStep(name=name, model=model, top_n=step.top_n, index=index)
         return RerankStep(name=name, kind=step.kind, model=model, top_n=step.top_n)
@@ -215,8 +215,16 @@ def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -
         return "" if chats else "has no chat template, so it cannot answer questions"
     if isinstance(step, RouteStepConfig) and step.condition == "values":
         wrong = {value for case in step.cases for value in case.values} - {*model.model_info.labels}
-        return f"has no label {min(wrong)!r}: it has {', '.join(model.model_info.labels) or 'none'}" if wrong else ""
+        return (
+            f"has no label {min(wrong)!r}; its labels are {', '.join(model.model_info.labels) or 'none'}"
+            if wrong
+            else ""
+        )
     if not model.gives_embeddings:
-        return "computes no embeddings or scores" if isinstance(step, RerankStepConfig) else "computes no embeddings"
+        return (
+            "does not support embeddings or scores"
+            if isinstance(step, RerankStepConfig)
+            else "does not support embeddings"
+        )
     keeps_vectors = isinstance(step, RouteStepConfig) or (isinstance(step, EmbedStepConfig) and step.index is not None)
     return "is an adapter, which may change after its vectors are stored" if model.parent and keeps_vectors else ""

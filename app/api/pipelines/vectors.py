@@ -98,7 +98,7 @@ def _prepare_vectors(body: EmbeddingsRequest, model: ServedModel, context: Reque
     texts = [text for text in body.input or () if isinstance(text, str)]
     prompts = model.tokenizer.texts(texts, max_tokens=longest, longest=longest).encoded()
     if not all(prompt.token_ids for prompt in prompts):
-        raise InvalidRequest("a text has no tokens; send texts of at least one token", param="input")
+        raise InvalidRequest("a text has no tokens; each text must have at least one token", param="input")
     pooling = Pooling.SCORE if model.model_info.labels else model.pooling
     return prepare_pooling("embd-", body, model, context, prompts, pooling)
 

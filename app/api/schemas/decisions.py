@@ -94,7 +94,7 @@ def _differ(choices: list[Option]) -> list[Option]:
     for place, choice in enumerate(choices):
         first = places.setdefault((type(choice.value), choice.value), place)
         if first != place:
-            raise ValueError(f"has the value {str(choice.value)[:60]!r} twice, at {first} and {place}")
+            raise ValueError(f"has the value {str(choice.value)[:60]!r} twice, at the indexes {first} and {place}")
     return choices
 
 

@@ -178,8 +178,10 @@ def _blocks_of(kinds: Sequence[str]) -> Callable[[Any], Any]:
             kind = block.get("type") if isinstance(block, dict) else None
             if not isinstance(kind, str) or kind not in kinds:
                 refuse_media(str(kind), number)
-                shown = f"a block of type {kind[:60]!r}" if isinstance(kind, str) else "no block with a type"
-                raise ValueError(f"has {shown} at {number}; this server accepts {', '.join(kinds)}")
+                shown = f"a block of type {kind[:60]!r}" if isinstance(kind, str) else "a value without a type"
+                raise ValueError(
+                    f"has {shown} at index {number}; this server accepts blocks of type {', '.join(kinds)}"
+                )
         return value
 
     return check
@@ -275,7 +277,7 @@ class AnthropicMessage(Schema):
     def _blocks_are_of_role(self) -> AnthropicMessage:
         for block in self.content:
             if self.role not in _ROLES[block.type]:
-                raise ValueError(f"has the role {self.role}, which may not have {block.type} blocks")
+                raise ValueError(f"has the role {self.role!r}, which may not have blocks of type {block.type!r}")
         return self
 
 

@@ -47,8 +47,8 @@ def _off(*harmless: Any) -> RefusedField:
     return RefusedField(harmless)
 
 
-_IN_THE_BODY = "its fields in the body itself"
-_ADAPTER = "the adapter's name as model"
+_IN_THE_BODY = "its fields directly in the body"
+_ADAPTER = "the adapter's name as `model`"
 _TEMPLATE = "chat_template_kwargs, which the chat template reads"
 _OUTPUT_SCHEMA = 'structured_outputs: {"json": ...}'
 
@@ -67,7 +67,7 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "grammar_lazy": _off(False),
     "grammar_triggers": _off([]),
     # the end of the output
-    "stop_regex": _send('stop with texts, or structured_outputs: {"regex": ...}', "", []),
+    "stop_regex": _send('`stop` with texts, or structured_outputs: {"regex": ...}', "", []),
     "max_new_tokens": _send("max_tokens"),
     "n_predict": _send("max_tokens"),
     "num_predict": _send("max_tokens"),
@@ -114,11 +114,11 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     # the prompt
     "chat_template": _off(""),
     "template": _off(""),
-    "raw": _send("prompt to /v1/completions", False),
-    "system": _send("a message with the role system", ""),
+    "raw": _send("`prompt` to /v1/completions", False),
+    "system": _send("a message with the role 'system'", ""),
     "context": _off([]),
     "images": _off([]),
-    "input_ids": _send("them as prompt to /v1/completions", []),
+    "input_ids": _send("them as `prompt` to /v1/completions", []),
     "session_params": _off({}),
     "tool_prompt": _send(_TEMPLATE, ""),
     "guideline": _send(_TEMPLATE, ""),
@@ -130,11 +130,11 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "lora_path": _send(_ADAPTER, "", []),
     "lora": _send(_ADAPTER, []),
     "adapter_id": _send(_ADAPTER, ""),
-    "n_cmpl": _send("n", 1),
+    "n_cmpl": _send("`n`", 1),
 }
 _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
     ChatRequest: {
-        "functions": _send("tools", []),
+        "functions": _send("`tools`", []),
         "function_call": _send("tool_choice", "none", "auto"),
         "modalities": _off(["text"], []),
         "audio": _off({}),
@@ -173,25 +173,25 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "response_format": _send("output_config.format"),
         "output_format": _send("output_config.format"),
         "max_completion_tokens": _send("max_tokens"),
-        "reasoning_effort": _send("thinking"),
+        "reasoning_effort": _send("`thinking`"),
     },
     EmbeddingsRequest: {
-        "embd_normalize": _send("normalize", 2),
+        "embd_normalize": _send("`normalize`", 2),
         "embedding_type": _send("encoding_format", "float"),
         "embedding_types": _send("encoding_format", ["float"]),
-        "output_dimension": _send("dimensions"),
+        "output_dimension": _send("`dimensions`"),
         "output_dtype": _off("float"),
         "embed_dtype": _off("float32"),
         "endianness": _off("native", "little"),
         "late_chunking": _off(False),
         "return_multivector": _off(False),
     },
-    ClassifyRequest: {"messages": _send("input", [])},
+    ClassifyRequest: {"messages": _send("`input`", [])},
     RerankRequest: {
         "rank_fields": _off(["text"]),
         "max_chunks_per_doc": _send("max_tokens_per_doc"),
         "overlap_tokens": _off(),
-        "texts": _send("documents", []),
+        "texts": _send("`documents`", []),
         "top_k": _send("top_n"),
         "return_text": _send("return_documents", False),
         "truncation_side": _off("right"),
@@ -264,7 +264,7 @@ def refuse_ignored(names: Sequence[str]) -> None:
     """Raise InvalidRequest for the first of these fields without effect, if there are any."""
     if names:
         name = names[0][:MAX_NAME_LENGTH]
-        raise InvalidRequest(f"{name} has no effect here; leave it out, or do not send {STRICT_HEADER}", param=name)
+        raise InvalidRequest(f"`{name}` has no effect here; leave it out, or do not send {STRICT_HEADER}", param=name)
 
 
 def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
@@ -317,7 +317,7 @@ class UnknownFields:
             if len(self._seen) >= MAX_REMEMBERED_NAMES:
                 return
             self._seen.add(name)
-            logger.info("ignoring the unknown field %r of a %s", name, schema.__name__)
+            logger.info("ignoring the unknown field %r in a %s", name, schema.__name__)
 
 
 @cache
@@ -382,4 +382,4 @@ def _refuse_unavailable(name: str, value: Any, field: RefusedField) -> None:
     """Raise InvalidRequest if the value of a field requests a feature that this version does not support."""
     value = as_int(value)
     if not any(type(value) is type(other) and value == other for other in field.harmless):
-        raise InvalidRequest(f"{name} is not supported by this version; {field.instead}", param=name)
+        raise InvalidRequest(f"`{name}` is not supported by this version; {field.instead}", param=name)

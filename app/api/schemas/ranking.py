@@ -89,7 +89,9 @@ class ScoreRequest(RankingRequest):
             if not given:
                 raise InvalidRequest(f"{names[0]} is required", param=names[0])
             if len(given) > 1:
-                raise InvalidRequest(f"{' and '.join(given)} name the same texts; send only one", param=given[1])
+                raise InvalidRequest(
+                    f"`{'` and `'.join(given)}` are names of the same field; send only one of them", param=given[1]
+                )
         return self
 
     @property

@@ -238,19 +238,22 @@ class GenerationRequest(QueuedRequest):
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options requires stream: true; send both or neither", param="stream_options")
+            raise InvalidRequest("stream_options requires `stream: true`; send both or neither", param="stream_options")
         num_samples = self.num_samples
         if num_samples < self.n:
-            raise InvalidRequest(f"best_of is {self.best_of}, less than n ({self.n}); raise it", param="best_of")
+            raise InvalidRequest(
+                f"best_of is {self.best_of}, which is less than `n`, {self.n}; raise it", param="best_of"
+            )
         if num_samples > self.n and self.stream:
             raise InvalidRequest(
-                f"best_of is {self.best_of} and n is {self.n}: the best choices are only known at the end, so they "
-                f"cannot be streamed; leave out stream or best_of",
+                f"best_of is {self.best_of} and `n` is {self.n}: the best choices are only known at the end, so they "
+                f"cannot be streamed; leave out `stream` or best_of",
                 param="best_of",
             )
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
-                "prompt_logprobs cannot be streamed; leave out stream, or use echo and logprobs of /v1/completions",
+                "prompt_logprobs cannot be streamed; leave out `stream`, or send `echo` and `logprobs` to "
+                "/v1/completions",
                 param="prompt_logprobs",
             )
         return self
@@ -286,7 +289,9 @@ class GenerationRequest(QueuedRequest):
 
 def without_user(param: str) -> InvalidRequest:
     """Return the error for documents in a conversation without a user message."""
-    return InvalidRequest(f"documents require a user message, but {param} has none; add one", param="documents")
+    return InvalidRequest(
+        f"`documents` requires a user message, but `{param}` contains none; add one", param="documents"
+    )
 
 
 def documents_text(documents: Sequence[str]) -> str:
@@ -322,20 +327,22 @@ class ChatRequest(Conversation, GenerationRequest):
     def _chat_fields_agree(self) -> ChatRequest:
         choice = self.tool_choice
         if not self.tools and choice not in ("none", "auto"):
-            raise InvalidRequest("tool_choice requires tools; send them too", param="tool_choice")
+            raise InvalidRequest("tool_choice requires `tools`; send both", param="tool_choice")
         kinds = {tool.definition.name: tool.type for tool in self.tools}
         if any(kinds[tool.definition.name] != tool.type for tool in self.tools):
-            raise InvalidRequest("tools has a function and a custom tool with the same name; rename one", param="tools")
+            raise InvalidRequest(
+                "`tools` contains a function and a custom tool with the same name; rename one", param="tools"
+            )
         for named in () if isinstance(choice, str) else choice.named:
             names = [tool.definition.name for tool in self.tools if tool.type == named.type]
             if named.name not in names:
                 raise InvalidRequest(
-                    f"tool_choice names the {named.type} {named.name!r}, which is not in tools; tools of that "
-                    f"type: {', '.join(names)[:200] or 'none'}",
+                    f"tool_choice names the {named.type} {named.name!r}, which is not in `tools` (tools of that type: "
+                    f"{', '.join(names)[:200] or 'none'})",
                     param="tool_choice",
                 )
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs requires logprobs: true; send both or neither", param="top_logprobs")
+            raise InvalidRequest("top_logprobs requires `logprobs: true`; send both or neither", param="top_logprobs")
         if (
             self.continue_final_message
             and self.add_generation_prompt
@@ -408,7 +415,7 @@ class CompletionRequest(GenerationRequest):
     def _completion_fields_agree(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest(
-                "max_tokens is 0, which generates nothing; send at least 1, or send echo or prompt_logprobs",
+                "max_tokens is 0, which generates nothing; send at least 1, or send `echo` or prompt_logprobs",
                 param="max_tokens",
             )
         return self
@@ -418,7 +425,7 @@ class CompletionRequest(GenerationRequest):
         [prompt, *others] = self.prompt
         if others or not isinstance(prompt, str):
             raise InvalidRequest(
-                "documents require a single prompt that is a text, not token ids; send one text", param="prompt"
+                "`documents` requires a single prompt that is a text, not token ids; send one text", param="prompt"
             )
         return prompt
 
@@ -472,7 +479,7 @@ class EmbeddingsRequest(TextsRequest):
         if self.input is None and self.messages is None:
             raise InvalidRequest("input is required", param="input")
         if self.input is not None and self.messages is not None:
-            raise InvalidRequest("input and messages are both given; send one of them", param="messages")
+            raise InvalidRequest("`input` and `messages` are both given; send only one of them", param="messages")
         return self
 
     @property

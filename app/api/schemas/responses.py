@@ -154,9 +154,11 @@ def _items(value: Any) -> Any:
     for number, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "item_reference":
-            raise ValueError(f"has a reference at {number}; this server does not store items; send the item itself")
+            raise ValueError(
+                f"has an item_reference at index {number}, but this server does not store items; send the item itself"
+            )
         if kind not in _ITEM_TYPES and kind not in _OF_VENDOR:
-            raise ValueError(f"has an item at {number} whose type is none of {', '.join(_ITEM_TYPES)}")
+            raise ValueError(f"has an item at index {number} whose type is not one of {', '.join(_ITEM_TYPES)}")
     return value
 
 
@@ -360,13 +362,13 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     @model_validator(mode="after")
     def _logprobs_are_included(self) -> ResponsesRequest:
         if self.top_logprobs and not self.wants_logprobs:
-            raise InvalidRequest(f'top_logprobs requires include: ["{LOGPROBS}"]; send both', param="top_logprobs")
+            raise InvalidRequest(f'top_logprobs requires `include: ["{LOGPROBS}"]`; send both', param="top_logprobs")
         return self
 
     @model_validator(mode="after")
     def _background_is_stored(self) -> ResponsesRequest:
         if self.background and not self.store:
-            raise InvalidRequest("background requires store: true; send both", param="background")
+            raise InvalidRequest("`background: true` requires `store: true`; send both", param="background")
         return self
 
     @model_validator(mode="after")
@@ -374,15 +376,16 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         names = [tool.name for tool in self.offered]
         if len(names) > MAX_TOOLS:
             raise InvalidRequest(
-                f"tools has {len(names):,} tools, including tools in namespaces; at most {MAX_TOOLS} are accepted",
+                f"`tools` contains {len(names):,} tools, including tools in namespaces; at most {MAX_TOOLS} are "
+                f"accepted; send fewer",
                 param="tools",
             )
         in_namespaces = {tool.name for each in self.tools if isinstance(each, NamespaceTool) for tool in each.offered()}
         for name in in_namespaces:
             if names.count(name) > 1 or len(name) > MAX_NAME_LENGTH:
                 raise InvalidRequest(
-                    f"the full name {name[:200]!r} of a tool in a namespace is in use or exceeds {MAX_NAME_LENGTH} "
-                    f"characters; rename the tool",
+                    f"the full name {name[:200]!r} of a tool in a namespace is already in use or exceeds "
+                    f"{MAX_NAME_LENGTH} characters; rename the tool",
                     param="tools",
                 )
         return self

@@ -139,7 +139,7 @@ class StepLog:
             self._write_pending()
         except Exception as error:
             self._has_failed = True
-            logger.error("the step log cannot be written any more; serving continues: %s", traceback_of(error))
+            logger.error("the step log can no longer be written; serving continues: %s", traceback_of(error))
         finally:
             with suppress(OSError):  # the original error was already logged
                 self._file.close()

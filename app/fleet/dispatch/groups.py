@@ -69,7 +69,7 @@ class _Shares:
 
 def _check(asked: str, names: Collection[str], *, param: str, what: str = "") -> None:
     if asked not in names:
-        there_are = f"there are {', '.join(names)}" if names else "this model has no groups"
+        there_are = f"send one of {', '.join(names)}" if names else "this model has no groups"
         raise InvalidRequest(f"there is no group {what}{asked!r}; {there_are}", param=param)
 
 

@@ -144,8 +144,8 @@ class PrefixAffinity:
         if first.holds_session:
             return "the session's replica"
         if any((each.num_cached_tokens or each.holds_session) and not each.is_full for each in others):
-            return "the least work, the matching replicas have too much"
-        return "the least work, no match"
+            return "the least work, because the replicas with a matching prefix have too much"
+        return "the least work, because no replica has a matching prefix"
 
 
 def _work_beyond_cached(candidate: Candidate, scoring: Scoring) -> float:

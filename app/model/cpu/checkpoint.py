@@ -164,7 +164,7 @@ class Checkpoint:
         try:
             found = packing.weight(name, self._mapped)
             if found is not None and expected not in (None, found.shape):
-                raise ValueError(f"{name} is {list(found.shape)} there, but {list(expected)} in the model")
+                raise ValueError(f"{name} has the shape {list(found.shape)}, but the model expects {list(expected)}")
         except ValueError as error:
             raise UnsupportedModel(
                 f"{self._location}: its files do not fit its config.json ({packing}): {error}. Download them again, or "

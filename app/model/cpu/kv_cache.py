@@ -119,5 +119,5 @@ class NativeKVCache:
         odd = {layer for layer in layers.values() if layer.value_dim % LANES or layer.key_dim % 2}
         if odd:
             sizes = " and ".join(sorted(f"{layer.key_dim} (keys), {layer.value_dim} (values)" for layer in odd))
-            return f"its heads have {sizes} numbers; keys need a multiple of 2, values one of {LANES}"
+            return f"its heads have {sizes} numbers, but keys need a multiple of 2, and values a multiple of {LANES}"
         return "the native code could not be built (no C++ compiler?)" if library() is None else None

@@ -273,11 +273,14 @@ def library() -> ctypes.CDLL | None:
     try:
         path = _built(compiler) if compiler else _built_elsewhere()
         if path is None:
-            logger.warning("no C++ compiler found: the model runs on plain torch, which is several times slower")
+            logger.warning(
+                "no C++ compiler found, so the model runs on plain torch, which is several times slower; install c++, "
+                "g++ or clang++"
+            )
             return None
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("the native code cannot be built (%s): the model runs on plain torch, which is slower", error)
+        logger.warning("the native code cannot be built (%s), so the model runs on plain torch, which is slower", error)
         return None
     for pattern, (arguments, result) in _FUNCTIONS.items():
         for name in {pattern.format(suffix) for suffix in DTYPES.values()}:
@@ -337,9 +340,9 @@ def log_use_of_amx(kind: str, *sizes: int) -> None:
     """Log whether AMX multiplies numbers of this kind, or why it does not. sizes: lengths of the multiplied rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
-        logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)
+        logger.info("%s: matrix products use the CPU's matrix unit (AMX)", kind)
     else:
-        logger.info("%s: multiplied by vector instructions, not AMX: %s", kind, reason)
+        logger.info("%s: matrix products use vector instructions, not AMX: %s", kind, reason)
 
 
 def why_not_amx(*sizes: int) -> str | None:

@@ -90,7 +90,7 @@ def _packed(pack: Pack, name: str) -> int:
     with _GrowingFile(name) as file:
         descriptor = file.finish(pack(file.allocate).layout(file.memory))
         logger.info(
-            "weights: %.2f GiB packed in %.1f s, in %s pages",
+            "weights: %.2f GiB have been packed in %.1f s, in %s pages",
             file.num_bytes / GIB, time.monotonic() - began, "large" if file.is_in_large_pages else "small",
         )  # fmt: skip
         return descriptor
@@ -107,7 +107,7 @@ def _weights_in(descriptor: int) -> NativeWeights:
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    logger.info("weights: waiting for another process, which is packing them")
+    logger.info("weights: waiting for another process to pack them")
     with step_within("waiting for the weights, which another replica is loading"):
         yield
 

@@ -383,9 +383,9 @@ class GraphModelRunner(LeadingRunner):
                     self._leave_graphs(error, _too_little_for_graphs(len(self._graphs), coarse, num_rows, reason))
                     return False
                 logger.warning(
-                    "%d of %d CUDA graphs of decode steps fit into the GPU's memory; decode steps are padded to the "
-                    "next of %s sequences, and steps with prompts have no graphs. Lower cache.gpu_memory_fraction to "
-                    "make room for all graphs (%s)",
+                    "only %d of %d CUDA graphs for decode steps fit into the GPU's memory; decode steps are padded to "
+                    "the next size of %s sequences, and steps with prompts have no graphs. Lower "
+                    "cache.gpu_memory_fraction to make room for all graphs (%s)",
                     len(self._graphs), len(sizes), ", ".join(str(size.num_rows) for size in self._graphs_ascending()),
                     reason,
                 )  # fmt: skip
@@ -493,7 +493,7 @@ def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, 
     return (
         f"only {num_captured} of the {len(needed)} CUDA graphs that decode steps need (for "
         f"{', '.join(map(str, needed))} sequences) fit into the GPU's memory; it ran out at {size} ({reason}). Lower "
-        f"cache.gpu_memory_fraction, to leave more memory besides KV memory, or scheduler.max_running"
+        f"scheduler.max_running, or lower cache.gpu_memory_fraction to leave more memory for the graphs"
     )
 
 

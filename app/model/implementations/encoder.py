@@ -231,5 +231,6 @@ def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own
     difference = difference_above(_MAX_DIFFERENCES[ours.dtype], ours, theirs, least_size=1e-3)
     if difference is not None:
         raise UnsupportedModel(
-            f"{config.path} computes different results without padding than with its own code: by {difference}"
+            f"{config.path} computes different results without padding than with its own code; the difference is "
+            f"{difference}"
         )

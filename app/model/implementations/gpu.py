@@ -125,7 +125,7 @@ def why_plain_draws(model: LoadedModel) -> str | None:
         if found.token_ids == expected.token_ids and all(map(_is_close, ours, plain)):
             return None
         reason = (
-            f"tokens are {found.token_ids}, with log-probabilities {ours}, instead of {expected.token_ids}, {plain}"
+            f"the tokens are {found.token_ids}, with log-probabilities {ours}, instead of {expected.token_ids}, {plain}"
         )
     logger.warning("tokens are drawn by plain torch, which is slower: with our kernels, %s", reason)
     return reason
@@ -142,7 +142,7 @@ def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> 
     gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
     gpu.check(needs, block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype))
     left = gpu.left_for_kv(needs)
-    logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
+    logger.info("GPU memory: %.2f of %.2f GiB may be used; %s; KV memory %.2f GiB",
                 gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
     return left
 

@@ -123,7 +123,8 @@ class TransformersModel(LoadedModel):
         is_known = source.model_class.__name__ in ARCHITECTURES
         if source.quantised is not None and not (source.quantised.has_scales and is_known):
             raise UnsupportedModel(
-                f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
+                f"{config.path} cannot be planned: it is a quantised checkpoint, and its config.json does not show its "
+                f"size"
             )
         longest = max_model_len(config, getattr(found.get_text_config(), "max_position_embeddings", None))
         module = module_without_weights(source, source.dtype)
@@ -291,7 +292,7 @@ class TransformersModel(LoadedModel):
 
     def why_not_on(self, backend: str) -> str | None:
         if self.uses_own_attention and backend != TORCH:
-            return "the model attends with its own code"
+            return "the model computes attention with its own code"
         if backend == LIBRARY:
             return LibraryAttention.why_not(self.layers, self.rules, self.dtype)
         return super().why_not_on(backend)
@@ -313,7 +314,7 @@ class TransformersModel(LoadedModel):
         if config.backend == "torch":
             return "model.backend is torch"
         if self.uses_own_attention:
-            return "the model attends with its own code"
+            return "the model computes attention with its own code"
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:

@@ -68,7 +68,7 @@ class RankGroup:
             try:
                 self._symmetric = self.together(lambda: SymmetricSums(linked, rank, size, device))
             except (RuntimeError, ImportError, AttributeError) as error:  # other versions of torch use other names
-                logger.info("ranks add with NCCL instead of symmetric memory: %s", error)
+                logger.info("ranks add up their results with NCCL instead of symmetric memory: %s", error)
 
     def capturing(self) -> AbstractContextManager[None]:
         """Use the communicator for captured exchanges in a `with` block. Wrap a graph's warm-up and capture in it."""

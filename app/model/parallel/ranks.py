@@ -63,7 +63,8 @@ def check_cards(found: Sequence[VisibleCard], size: int) -> None:
     """Raise InvalidSetup, with the numbers, if these are fewer than `size` GPUs, or GPUs of different kinds."""
     if len(found) < size:
         raise InvalidSetup(
-            f"replicas.tensor_parallel: got {size}, but this process sees {len(found)} GPUs; lower it, or reserve more"
+            f"replicas.tensor_parallel: got {size}, but this process can use only {len(found)} GPUs; lower it, or "
+            f"reserve more"
         )
     kinds = Counter(f"{card.name} with {card.num_bytes / GIB:.0f} GiB" for card in found[:size])
     if len(kinds) > 1:
@@ -366,6 +367,6 @@ class Ranks:
         deadline = time.monotonic() + exits_after * self._step_timeout_s
         while self._work is not None:
             if time.monotonic() > deadline:
-                logger.critical("this rank's work with other ranks does not finish; ending this process")
+                logger.critical("this rank is stuck waiting for other ranks; ending this process")
                 os._exit(70)
             time.sleep(0.01)

@@ -216,22 +216,22 @@ async def test_a_request_that_comes_too_early_is_told_how_far_it_is(tokenizer: T
     filling.cancel()
     await asyncio.gather(filling, return_exceptions=True)
     assert answer.status == 503
-    assert "0 of 3; try again" in answer.error["message"]
+    assert "0 of 3 are ready; try again" in answer.error["message"]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("", "has 0 documents"),
-        ('{"text": "a"}\n{"text": ', "documents.jsonl:2 is not JSON"),
-        ('{"text": "a"}\n\n["a"]', "documents.jsonl:3 should be an object"),
+        ('{"text": "a"}\n{"text": ', "documents.jsonl:2 is not valid JSON"),
+        ('{"text": "a"}\n\n["a"]', "documents.jsonl:3 must be an object"),
         ('{"text": " "}', "with a text"),
         ('{"text": "a", "id": {}}', "an id that is neither"),
         ('{"text": "a", "id": "' + "b" * 257 + '"}', "an id of 257 characters; at most 256"),
         ('{"text": "a", "id": "\\ud800"}', "half of a surrogate pair"),
         ('{"text": "\\udfff"}', "half of a surrogate pair"),
-        ('{"text": "a"}\n' * 4, "has 4 documents; it should have 1 to 3"),
-        ('{"text": "' + "a" * 400 + '"}', "bytes; at most 300 are accepted"),
+        ('{"text": "a"}\n' * 4, "has 4 documents; an index must have 1 to 3"),
+        ('{"text": "' + "a" * 400 + '"}', "bytes; an index may have at most 300"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(

@@ -46,8 +46,8 @@ def checked(*steps: Any, **more: Any) -> ApplicationConfig:
     ("steps", "more", "words"),
     [
         ([], {}, "at least 1 item"),
-        ([RERANK], {}, "steps[0]: rerank is the last step and does not answer; add a step after it"),
-        ([GENERATE, GENERATE], {}, "steps[0]: generate answers, so no step may follow"),
+        ([RERANK], {}, "steps[0]: the last step is of kind rerank, which does not produce an answer; add a step"),
+        ([GENERATE, GENERATE], {}, "steps[0]: a step of kind generate produces the answer, so no step may follow it"),
         ([{"kind": "sort"}], {}, "got 'sort'; must be one of rerank, "),
         ([{"model": "a"}], {}, "without a kind"),
         ([GENERATE | {"top_n": 3}], {}, "generate has no parameter 'top_n'; it has model"),
@@ -155,7 +155,7 @@ def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
     ("model_info", "pooling", "steps", "words"),
     [
         ({"generates": False}, Pooling.LAST, [GENERATE], "pipelines[0].steps[0].model: a is an encoder"),
-        ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b computes no embeddings or scores"),
+        ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b does not support embeddings or scores"),
     ],
 )
 def test_a_model_that_cannot_do_what_a_step_asks_is_refused_at_the_start(

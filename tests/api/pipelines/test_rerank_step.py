@@ -107,8 +107,18 @@ def test_a_model_alone_has_all_documents_in_its_prompt(tokenizer: Tokenizer) -> 
     [
         ("/v1/chat/completions", {"documents": None}, "documents", "rag ranks documents"),
         ("/v1/chat/completions", {"documents": "a"}, "documents", "a list of strings"),
-        ("/v1/chat/completions", {"documents": ["a"] * 2049}, "documents", "2,049 texts; this server accepts 2,048"),
-        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "a"}]}, "documents", "messages has none"),
+        (
+            "/v1/chat/completions",
+            {"documents": ["a"] * 2049},
+            "documents",
+            "2,049 texts; this server accepts at most 2,048",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "system", "content": "a"}]},
+            "documents",
+            "`messages` contains none",
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 900}]}, "messages", "400"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt", "a single prompt"),
         ("/v1/completions", {"prompt": [5, 6]}, "prompt", "token ids"),

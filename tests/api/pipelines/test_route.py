@@ -194,7 +194,9 @@ def test_by_classifier_the_label_with_the_highest_score_counts(tokenizer: Tokeni
 
 
 def test_labels_that_the_model_has_not_are_refused_and_scores_that_are_none_fail(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidSetup, match=r"classifier: a has no label 'prose': it has code, poem, talk, sql; name"):
+    with pytest.raises(
+        InvalidSetup, match=r"classifier: a has no label 'prose'; its labels are code, poem, talk, sql; name"
+    ):
         labelled(tokenizer, [{"model": "b", "values": ["prose"]}, {"model": "b"}], {})
     service = labelled(tokenizer, LABELLED, {"Hi": [math.nan] * 4})
     assert service.call("POST", "/v1/completions", {"model": "auto", "prompt": "Hi"}).status == 500

@@ -178,7 +178,7 @@ def test_a_request_that_is_refused_or_fails_ends_its_row_and_frees_the_others(ro
     generator = room.generator(engine)
     generator.add([two_requests(0, tuple(range(5, 40))), two_requests(1), two_requests(2)])
     refused, failed, answered = outputed(generator, 3)
-    assert "this model accepts 20 together" in str(refused.error)
+    assert "this model accepts 20 tokens in total" in str(refused.error)
     assert failed.error is not None
     assert answered.text == "[[-1.0, -2.0], [-1.0, -2.0]]"
     generator.close()
@@ -255,7 +255,7 @@ def test_a_row_that_the_engine_refuses_is_a_record_with_the_reason(room: Room) -
     generator = room.generator(build_fake_engine(max_model_len=20))
     generator.add([row(0, max_tokens=50), row(1, max_tokens=2)])
     refused, answered = outputed(generator, 2)
-    assert "this model accepts 20 together" in str(refused.error)
+    assert "this model accepts 20 tokens in total" in str(refused.error)
     assert refused.text is None
     assert answered.error is None
 

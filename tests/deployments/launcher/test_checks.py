@@ -165,16 +165,19 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a config.json that is cut": (_model(config='{"model_type": "lla'), "config.json"),
     "a model type": (
         _model(config={"model_type": "lama"}),
-        "model_type 'lama' is unknown to transformers here; did you mean 'llama'?",
+        "model_type 'lama' is unknown to the installed transformers; did you mean 'llama'?",
     ),
     "a new model type": (
         _model(config={"model_type": "zzzzzz9"}),
-        "'zzzzzz9' is unknown to transformers here; a newer",
+        "'zzzzzz9' is unknown to the installed transformers; a newer",
     ),
     "a state": (_model(config={"model_type": "rwkv"}), "is a rwkv model; the time mixing of RWKV is not supported"),
     "a context": (_short, "model.max_model_len is 9,000; "),
     "no weights": (_model(config=LLAMA, tokenizer={}), "has no weights: there is no model*.safetensors"),
-    "weights of torch": (_model(config=LLAMA, bin=""), "has no weights: model.bin is not read, only safetensors are"),
+    "weights of torch": (
+        _model(config=LLAMA, bin=""),
+        "has no weights: only safetensors files are supported, not model.bin",
+    ),
     "no tokenizer": (_model(config=LLAMA, weights=""), "has no tokenizer: there is no tokenizer.json"),
     "a GGUF file that is cut": (_gguf(b"GGUF\x03\0\0\0"), "is damaged or cut short: its header cannot be read beyond"),
     "a file that is no GGUF file": (_gguf(b"PK\x03\x04"), "is not a GGUF file"),

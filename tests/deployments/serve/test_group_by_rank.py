@@ -85,7 +85,7 @@ def test_a_replica_that_cannot_have_the_settings_of_another_group_stays_in_its_o
         replica = make_replica(1, groups=[STEADY, BOLD])
         before = in_force(replica)
         replica._engine._engine._largest_step = SchedulerConfig(max_running=16)  # as on a GPU
-        with pytest.raises(InvalidSetup, match=r"max_running: got 32; this replica's memory was sized for 16"):
+        with pytest.raises(InvalidSetup, match=r"max_running: got 32, but this replica's memory was sized for 16"):
             await told(replica, 0)
         await replica.gossip({OVERRIDE: Entry(1.0, SWITCHED)})
         assert in_force(replica) == (before[0], "fair", *before[2:])

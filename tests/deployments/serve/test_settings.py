@@ -103,7 +103,7 @@ def test_two_settings_that_contradict_each_other_are_explained() -> None:
             ".target_tokens: this setting was removed; leave it out, or set target_s, the seconds of work per replica: "
             "divide the tokens by a replica's tokens_per_s in GET /admin/fleet",
         ),
-        ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
+        ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2; lower it"),
         (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
     ],
 )
@@ -281,7 +281,10 @@ def test_the_groups_of_a_trial_differ_in_what_they_name() -> None:
     ("groups", "message"),
     [
         ([A, A], "replicas: several groups have the same name: a; give each group its own"),
-        ([A, B, {"name": "c"}], "replicas: 3 groups and num_replicas=2: every group needs a replica"),
+        (
+            [A, B, {"name": "c"}],
+            "replicas: num_replicas=2 is too low for 3 groups, because every group needs a replica",
+        ),
         ([A, B | {"share": 0}], "replicas.groups[1].share: got 0; must be greater than 0"),
     ],
 )
@@ -294,18 +297,21 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
     [
         (
             {"num_replicas": 2, "prefill_replicas": 2},
-            "prefill_replicas=2 and num_replicas=2: no replica is left for d",
+            "prefill_replicas=2 and num_replicas=2 leave no replica for decode",
         ),
         ({"prefill_replicas": 0}, "prefill_replicas: got 0; must be greater than or equal to 1"),
-        ({"prefill_replicas": 1, "autoscaling": {}}, "needs at least 2 replicas: raise autoscaling.min_replicas"),
+        ({"prefill_replicas": 1, "autoscaling": {}}, "requires at least 2 replicas; raise autoscaling.min_replicas"),
         (
             {"prefill_replicas": 1, "groups": [A, B]},
-            "prefill_replicas and groups: replicas for prefill and decode must hav",
+            "prefill_replicas and groups cannot be combined, because replicas for p",
         ),
-        ({"prefill_replicas": 1, "tensor_parallel": 2}, "prefill_replicas and tensor_parallel=2: replicas for prefill"),
+        (
+            {"prefill_replicas": 1, "tensor_parallel": 2},
+            "prefill_replicas and tensor_parallel=2 cannot be combined, because r",
+        ),
         (
             {"prefill_replicas": 1, "fetch_prefixes": False},
-            "prefill_replicas and fetch_prefixes=false: replicas for p",
+            "prefill_replicas and fetch_prefixes=false cannot be combined",
         ),
     ],
 )
@@ -339,7 +345,10 @@ def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], m
 @pytest.mark.parametrize(
     ("webhooks", "mistake"),
     [
-        ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file belong together; set both or neither"),
+        (
+            {"url": "https://a.example/"},
+            "batches.webhooks: `url` and secret_file require each other; set both or neither",
+        ),
         ({"allowed_networks": ["10.0.0.1/8"]}, "batches.webhooks.allowed_networks: 10.0.0.1/8 has host bits set"),
         ({"url": "http://8.8.8.8/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url must begin with"),
         (

@@ -162,7 +162,7 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_engine(tmp_path: Path, caplo
     while log.put(Abort(1)):
         pass
     log.close()
-    assert "the step log cannot be written any more; serving continues" in caplog.text
+    assert "the step log can no longer be written; serving continues" in caplog.text
     assert not log.put(Abort(2))
 
 

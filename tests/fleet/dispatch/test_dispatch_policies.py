@@ -151,7 +151,7 @@ def test_prefix_affinity_passes_over_a_match_beyond_the_bound_and_says_so() -> N
     matching = load("matching", num_cached_tokens=64, num_prefill_tokens=1, num_decode_tokens=1000)
     decision = prefix_affinity().decide([matching, load("idle")], SIZE)
     assert ids(decision) == ["idle", "matching"]
-    assert "the matching replicas have too much" in decision.reason
+    assert "the replicas with a matching prefix have too much" in decision.reason
 
 
 def test_prefix_affinity_takes_the_second_best_match_when_the_best_is_too_loaded() -> None:

@@ -37,7 +37,7 @@ def test_a_caller_may_name_a_group() -> None:
 
 
 def test_an_unknown_group_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InvalidRequest, match=r"no group 'B'; there are control, trial") as caught:
+    with pytest.raises(InvalidRequest, match=r"no group 'B'; send one of control, trial") as caught:
         GroupChooser(GROUPS).choose("request-1", asked="B")
     assert caught.value.param == "group"
 
@@ -52,7 +52,7 @@ def test_a_caller_may_name_a_preset_and_gets_a_group_that_has_it() -> None:
 
 def test_a_preset_that_no_group_has_is_refused_with_those_there_are() -> None:
     chooser = GroupChooser([Group("a", 1, "mixed"), Group("b", 1, "batch"), Group("c", 3, "batch")])
-    with pytest.raises(InvalidRequest, match=r"no group with the preset 'latency'; there are mixed, batch") as caught:
+    with pytest.raises(InvalidRequest, match=r"no group with the preset 'latency'; send one of mixed, batch") as caught:
         chooser.choose("request-1", preset="latency")
     assert caught.value.param == "preset"
     with pytest.raises(InvalidRequest, match="no group with the preset 'mixed'; this model has no groups"):

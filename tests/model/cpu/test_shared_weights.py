@@ -121,7 +121,7 @@ def test_a_process_waits_for_one_that_packs_and_takes_over_where_that_is_killed(
         monkeypatch.setattr(disk, "take_lock", kill_it_and_wait)
         with caplog.at_level("INFO"):
             model = load(model_path, checks=tmp_path)
-    assert "waiting for another process, which is packing them" in caplog.text
+    assert "waiting for another process to pack them" in caplog.text
     assert torch.equal(logits_of(model), expected)
 
 

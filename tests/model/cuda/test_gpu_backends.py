@@ -488,7 +488,7 @@ def test_a_device_that_is_lost_while_a_backend_loads_is_noted(
     ladder = Ladder.of(config_of(small_path), gpu_device, driver="1", why_no_triton=None, is_shared=False)
     with (
         pytest.raises(
-            Failure, match=r"backend graphs does not work: the device is lost .*access\. Another one is tried"
+            Failure, match=r"backend graphs does not work: the device is lost .*access\. A restart tries another"
         ),
         ladder.trying(GRAPHS),
     ):

@@ -399,8 +399,10 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
     with caplog.at_level(logging.WARNING):
         runner = GraphModelRunner(model, attention_for(model, max_rows=30), max_rows=30, capture=RunsOutAt(6, error))
         runner.prepare()
-    assert "6 of 7 CUDA graphs of decode steps fit into the GPU's memory" in caplog.text
-    assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have no graphs" in caplog.text
+    assert "only 6 of 7 CUDA graphs for decode steps fit into the GPU's memory" in caplog.text
+    assert (
+        "padded to the next size of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have no graphs" in caplog.text
+    )
     engine = assemble(
         LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, model_info=model.model_info
     )

@@ -201,7 +201,7 @@ def test_no_rank_outlives_its_parent_even_stopped(tmp_path: Path, monkeypatch: p
 def test_cards_that_cannot_share_a_model_are_refused_with_the_numbers() -> None:
     one, other = VisibleCard("NVIDIA H200", 141 * GIB), VisibleCard("NVIDIA L4", 22 * GIB)
     check_cards([one, one, other], 2)
-    with pytest.raises(InvalidSetup, match="got 4, but this process sees 2 GPUs"):
+    with pytest.raises(InvalidSetup, match="got 4, but this process can use only 2 GPUs"):
         check_cards([one, one], 4)
     with pytest.raises(InvalidSetup, match=r"got 2 for 1 x NVIDIA H200 with 141 GiB and 1 x NVIDIA L4 with 22 GiB"):
         check_cards([one, other], 2)
