@@ -97,7 +97,7 @@ async def begun(service: Service, stream: bool) -> AsyncIterator[Connection]:
 
 
 def responses() -> list[ResponseState]:
-    return [each for each in gc.get_objects() if isinstance(each, ResponseState)]
+    return [each for each in gc.get_objects() if type(each) is ResponseState]
 
 
 async def test_of_an_upload(tokenizer: Tokenizer, tmp_path: Path) -> None:

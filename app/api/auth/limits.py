@@ -445,9 +445,7 @@ class Account:
         """Return the key's limit of output tokens or None. Raises InvalidRequest if `asked`, in `param`, exceeds it."""
         cap = self.key.max_tokens if self.key else None
         if cap is not None and asked is not None and asked > cap:
-            raise InvalidRequest(
-                f"{param} is {asked:,}; this API key may request at most {cap:,}; lower it", param=param
-            )
+            raise InvalidRequest(f"{param} is {asked:,}; this API key may request at most {cap:,}", param=param)
         return cap
 
     def check_priority(self, asked: int) -> None:
@@ -486,9 +484,8 @@ class Account:
                 part.refuse(needed)
                 raise LimitReached(
                     f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved. This request "
-                    f"needs up to {amount(needed)}, but only {amount(max(0, part.left))} are available in this "
-                    f"process; the rest is reserved for other processes. Try again in {SHARES_MOVE_S:.0f} s, or "
-                    f"request fewer tokens",
+                    f"needs up to {amount(needed)}, but this process may use only {amount(max(0, part.left))} of the "
+                    f"rest now. Try again in {SHARES_MOVE_S:.0f} s, or request fewer tokens",
                     retry_after_s=SHARES_MOVE_S,
                 )
 
@@ -567,17 +564,16 @@ class Reservation:
     def hold_logprobs(self, num_logprobs: int) -> None:
         """Reserve memory for an answer's log-probabilities until the request ends. Raises LimitReached."""
         account, pool = self.account, self.account.pools.logprobs
-        if num_logprobs:
-            if not pool.allows(account, num_logprobs):
-                raise LimitReached(
-                    f"this answer may contain {num_logprobs:,} log-probabilities, and other running answers "
-                    f"{account.of_sender} up to {pool.held(account):,}. Together, they exceed one sender's current "
-                    f"share of the {pool.size:,} log-probabilities that this server allows at once; wait for the other "
-                    f"answers to finish, or request fewer tokens or log-probabilities",
-                    retry_after_s=CONCURRENCY_RETRY_S,
-                )
-            pool.take(account, num_logprobs)
-            self.num_logprobs += num_logprobs
+        if num_logprobs and not pool.allows(account, num_logprobs):
+            raise LimitReached(
+                f"this answer may contain {num_logprobs:,} log-probabilities, and other running answers "
+                f"{account.of_sender} up to {pool.held(account):,}. Together, they exceed one sender's current share "
+                f"of the {pool.size:,} log-probabilities that this server allows at once; wait for the other answers "
+                f"to finish, or request fewer tokens or log-probabilities",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
+        pool.take(account, num_logprobs)
+        self.num_logprobs += num_logprobs
 
     def hold_body(self, num_bytes: int) -> None:
         """Count received bytes of the body until `release_body` or the request's end. Raises LimitReached."""
