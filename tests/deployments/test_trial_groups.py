@@ -32,7 +32,7 @@ def test_a_header_chooses_the_group_and_shares_do_for_the_rest(service: Service)
     assert explained.headers["x-carousel-why"].startswith(f"least_loaded: {replicas['bold']}, the least work:")
     refused = ask(service, **{"x-carousel-group": "none"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "group")
-    assert "there are steady, bold" in refused.json()["error"]["message"]
+    assert "send one of steady, bold" in refused.json()["error"]["message"]
     assert ask(service, **{"x-carousel-preset": "latency"}).headers["x-carousel-replica"] == replicas["bold"]
     refused = ask(service, **{"x-carousel-preset": "batch"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "preset")
