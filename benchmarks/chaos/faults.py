@@ -248,6 +248,14 @@ async def kill_ingress(size: Size) -> list[Row]:
     return rows
 
 
+async def kill_proxy(size: Size) -> list[Row]:
+    """R17: kill -9 HAProxy, and then the actor that starts it. No client can connect until Serve has replaced both."""
+    faults = (("HAProxy", "haproxy"), ("the actor of HAProxy", "ray::HAProxyManager"))
+    return await _all(
+        [_infrastructure("R17", f"kill -9 {text}", partial(Stage.named, title=title)) for text, title in faults], size
+    )
+
+
 async def kill_controller(size: Size) -> list[Row]:
     """R7: kill -9 Serve's controller, which requests need only when replicas start or end; SIGSTOP Ray's head (GCS);
     kill -9 the head, after which the launcher starts a new cluster; kill -9 a head that stores its state in Redis.

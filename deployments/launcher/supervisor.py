@@ -181,6 +181,9 @@ def environment(
         # By default, Serve's controller checks for changes ten times a second, which uses most of an idle service's CPU
         # time. When a replica dies, its streams do not wait for the controller: the ingress loses the connection.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+        # Without HAProxy, no client can connect. The controller replaces HAProxy after three failed checks. By default,
+        # it checks every ten seconds, so the service would be down for half a minute.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
         # With Ray's default niceness of 15, a worker gets 3.4% of a core next to another busy process in the same
         # session or container. Between sessions, niceness has no effect, because Linux divides cores by session first.

@@ -35,6 +35,7 @@ def test_every_node_starts_ray_in_serves_fast_modes(config: dict[str, Any], comm
     assert "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_HA_PROXY=1" in start
     assert "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600" in start, "else streams end 120 s after ingresses change"
     assert f"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH={2 * MAX_REQUEST_BYTES}" in start, "else some bodies are refused"
+    assert "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=1 " in start, "else nothing listens for 30 s after HAProxy dies"
     assert start.index("RAY_SERVE_") < start.index("ray start")
 
 
