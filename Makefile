@@ -38,7 +38,7 @@ native: .venv/runtime.done
 # kept between them, also where the environment says otherwise, as images of Python do.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.done
-	@echo "All tests that this machine can run: about 10 minutes on two cores"
+	@echo "All tests that this machine can run: about 9 minutes on two cores"
 	$(BIN)/python -m pytest -m "not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 browser: .venv/dev.done
