@@ -219,7 +219,8 @@ def test_what_other_processes_may_use_of_a_budget_is_refused_for_a_moment_and_th
     with account.reserve() as reservation:
         reservation.reserve(25)  # a twentieth of the budget is here and elsewhere before its owner has answered
         with pytest.raises(
-            LimitReached, match=r"1,000; 25 are used or reserved.* needs up to 20, but this process may use only 0 of the"
+            LimitReached,
+            match=r"1,000; 25 are used or reserved.* needs up to 20, but this process may use only 0 of the",
         ) as caught:
             reservation.reserve(20)
         assert (type(caught.value), caught.value.retry_after_s) == (LimitReached, 2.0)
