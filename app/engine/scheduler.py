@@ -237,10 +237,10 @@ class Scheduler:
             self._wait(sequence)
         if self._policy.has_new_order(self._running.in_order):
             self._running.reorder(self._policy.order_key)
-        num_places = self._num_slots
-        for sequence in self._to_preempt_for_waiting(num_places):
+        num_slots = self._num_slots
+        for sequence in self._to_preempt_for_waiting(num_slots):
             self._preempt(sequence)
-        plan = self._strategy.plan(self._view(now, num_places))
+        plan = self._strategy.plan(self._view(now, num_slots))
         builder = self._new_builder(plan)
         self._schedule_running(builder, self._participants(is_ahead=is_ahead))
         num_running = len(builder.sequences)
@@ -274,10 +274,10 @@ class Scheduler:
         """
         return max(self.limits.max_running - len(self.fetches), len(self._running))
 
-    def _view(self, now: float, num_places: int) -> SchedulerView:
+    def _view(self, now: float, num_slots: int) -> SchedulerView:
         return SchedulerView(
             now=now,
-            max_running=num_places,
+            max_running=num_slots,
             max_step_tokens=self.limits.max_step_tokens,
             running=self._running.in_order,
             waiting=self._waiting,
@@ -417,7 +417,7 @@ class Scheduler:
         self._policy.joined(sequence)
         self._strategy.joined(sequence)
 
-    def _to_preempt_for_waiting(self, num_places: int) -> list[EngineSequence]:
+    def _to_preempt_for_waiting(self, num_slots: int) -> list[EngineSequence]:
         """Return the running sequences to preempt for waiting ones: background ones, or any that the policy allows."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
@@ -425,16 +425,16 @@ class Scheduler:
         if not (self._policy.preempts or self._running.last.request.is_background):
             return []
         first = self._waiting.peek()
-        victims = self._running.to_preempt_for(first, may_preempt=self._policy.may_preempt, max_running=num_places)
+        victims = self._running.to_preempt_for(first, may_preempt=self._policy.may_preempt, max_running=num_slots)
         if first.request.is_background:
             return victims
-        return victims + self._more_background_to_preempt(victims, num_places)
+        return victims + self._more_background_to_preempt(victims, num_slots)
 
-    def _more_background_to_preempt(self, victims: list[EngineSequence], num_places: int) -> list[EngineSequence]:
+    def _more_background_to_preempt(self, victims: list[EngineSequence], num_slots: int) -> list[EngineSequence]:
         """Return more background sequences to preempt, so that a burst of foreground requests can join in one step."""
-        num_slots = num_places - len(self._running) + len(victims)
-        num_missing = self._waiting.num_foreground - num_slots
-        if num_slots <= 0 or num_missing <= 0:
+        num_free = num_slots - len(self._running) + len(victims)
+        num_missing = self._waiting.num_foreground - num_free
+        if num_free <= 0 or num_missing <= 0:
             return []
         background = [each for each in self._running if each.request.is_background and each not in victims]
         return background[-num_missing:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.engine.request import Adapter
 from app.errors import UnsupportedAdapter, first_line
-from app.model.location import folder_seen_from_here
+from app.model.location import folder_seen_from_here, is_a_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _QUANTISED_FILE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)\.gguf$", re.IGNORECASE)
@@ -41,7 +41,7 @@ def adapter_folder(path: str) -> Path:
     """Return `path` if it is a folder, else download it as a hub id. Raises UnsupportedAdapter if that fails."""
     if os.path.isdir(path):
         return Path(path).resolve()
-    if path.startswith(("/", ".", "~")):  # no hub id
+    if is_a_path(path):
         raise UnsupportedAdapter(f"the adapter {path[:200]!r} is not a folder here; copy its files to this machine")
     from transformers.utils.hub import snapshot_download
 

@@ -13,7 +13,7 @@ from typing import Any
 from app.config import ModelConfig
 from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.description import max_model_len, read_config
-from app.model.location import existing_place
+from app.model.location import existing_place, is_a_path
 
 # Model types with recurrent layers for which `recurrence.py` has no operator, and the names of these layers.
 UNSUPPORTED_RECURRENCES = {
@@ -65,7 +65,7 @@ def check_path(path: str) -> None:
         return
     near = _similar_model(Path(os.path.expanduser(path)))
     hint = f"; did you mean {near!r}?" if near else ""
-    if path.startswith(("/", ".", "~")) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):
+    if is_a_path(path) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):
         raise InvalidSetup(f"got {path!r}; there is no such folder or file here{hint}")
     if not _HUB_ID.fullmatch(path):
         raise InvalidSetup(f"got {path!r}; there is no such folder here, and hub ids look like Qwen/Qwen3-0.6B")

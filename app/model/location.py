@@ -33,6 +33,11 @@ def resolve_model_path(path: str) -> str:
     return path
 
 
+def is_a_path(name: str) -> bool:
+    """Return whether a name can only be a path, because no hub id starts like it."""
+    return name.startswith(("/", ".", "~"))
+
+
 def existing_place(path: str) -> Path | None:
     """Return the folder or file that a path in the settings refers to, or None if there is none, as for a hub id."""
     # os.path is used because Path.is_dir and Path.is_file raise OSError for a name that is too long.

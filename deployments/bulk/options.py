@@ -42,8 +42,7 @@ class Options:
 def read_options(arguments: Sequence[str] | None = None) -> Options:
     """Parse the command line. Raises InvalidSetup for mistakes in the config; argparse exits with 2 for others."""
     given = _parser().parse_args(arguments)
-    # Cache tiers are disabled because rows rarely repeat, so KV blocks would be written to a tier but never read again.
-    served = _served(given.config, given.model).with_setting("engine.cache.tiers", ())
+    served = _served(given.config, given.model)
     if given.engines is not None:
         served = served.with_setting("replicas.num_replicas", given.engines)
     return Options(
@@ -115,7 +114,8 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
     if model is None and len(models) > 1:
         raise InvalidSetup(f"{config} defines several models ({', '.join(models)}); choose one with --model")
     where, served = models.get(model or "", found[0])
-    served = served.with_setting("adapters", {})  # rows use the model itself
+    # Rows use the model itself, and they rarely repeat: KV blocks would be written to a tier but never read again.
+    served = served.with_setting("adapters", {}).with_setting("engine.cache.tiers", ())
     if model is not None and model not in models:
         served = served.with_setting("name", model).with_setting("engine.model.path", named_model(model))
     if mistakes := mistakes_of_model(where, served, are_all_here="RAY_ADDRESS" not in os.environ):

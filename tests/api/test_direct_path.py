@@ -19,6 +19,7 @@ from app.config import ApiConfig, EngineConfig, ModelConfig
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.kit.fleet import LocalFleet
+from tests.kit.garbage import in_memory
 from tests.waiting import until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "3 4"}]}
@@ -193,17 +194,13 @@ async def test_nothing_is_lost_when_the_replica_of_a_stream_dies(tokenizer: Toke
         assert sum(local.counts.resumes.values()) == 1
 
 
-def states() -> set[int]:
-    return {id(each) for each in gc.get_objects() if type(each) is ResponseState}  # `isinstance` asks the objects
-
-
 async def test_nothing_of_a_stream_stays_without_the_garbage_collector(tokenizer: Tokenizer) -> None:
     path, body = BODIES["a chat"]
     async with fleet_of(1) as local:
         app = app_over(local, tokenizer)
         await streamed(app, path, body, Client(), is_direct=True)
         gc.collect()
-        of_other_tests = states()
+        of_other_tests = in_memory(ResponseState)  # which this list keeps
         gc.disable()
         try:
             client = Client()
@@ -213,6 +210,6 @@ async def test_nothing_of_a_stream_stays_without_the_garbage_collector(tokenizer
             del client
             await asyncio.sleep(0)
             assert is_there() is None
-            assert states() <= of_other_tests
+            assert len(in_memory(ResponseState)) == len(of_other_tests)
         finally:
             gc.enable()

@@ -14,7 +14,7 @@ import pytest
 from app.api.output.response_state import ResponseState
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.kit.garbage import no_garbage
+from tests.kit.garbage import in_memory, no_garbage
 from tests.kit.service import CALL, CASCADE, WAIT, Connection, Service, calling, say_likely, served
 from tests.waiting import until
 
@@ -78,10 +78,10 @@ async def test_of_a_request_that_the_server_cancels_though_the_server_keeps_the_
     gc.disable()
     try:
         async with begun(service, stream) as connection:
-            assert responses()
+            assert in_memory(ResponseState)
             connection.cancel()
         assert connection.error is not None
-        assert not responses()
+        assert not in_memory(ResponseState)
     finally:
         gc.enable()
 
@@ -94,10 +94,6 @@ async def begun(service: Service, stream: bool) -> AsyncIterator[Connection]:
         await until(lambda: service.generate.open)
         await asyncio.sleep(0.01)
         yield connection
-
-
-def responses() -> list[ResponseState]:
-    return [each for each in gc.get_objects() if type(each) is ResponseState]
 
 
 async def test_of_an_upload(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -5,6 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+KindT = TypeVar("KindT")
+
+
+def in_memory(kind: type[KindT]) -> list[KindT]:
+    """Return the objects of a class. `isinstance` would ask each object for its class, and some of torch warn then."""
+    return [each for each in gc.get_objects() if type(each) is kind]
 
 
 @contextmanager

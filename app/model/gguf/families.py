@@ -114,9 +114,7 @@ class ModelFamily:
 
     model_type: str
     class_name: str
-    rotates_adjacent_pairs: bool = (
-        False  # whether llama.cpp rotates the pairs (0, 1), (2, 3) of a head instead of its halves
-    )
+    rotates_adjacent_pairs: bool = False  # llama.cpp rotates the pairs (0, 1), (2, 3) of a head instead of its halves
     rotates_partially: bool = False  # whether only a part of each head may be rotated
     known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read, beyond the common ones
     by_layer: frozenset[str] = frozenset()  # settings that may be lists with one number per layer
